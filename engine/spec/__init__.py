@@ -1,0 +1,16 @@
+"""The one schema of Ratchet: what the DAG form, `examples/*.yaml` and `python -m engine` all build. Torch-free."""
+
+from engine.spec.algorithm import GRPO, KL, PPO, AdaptiveKL, Algorithm, FixedKL
+from engine.spec.evaluate import EvaluatedModel, EvaluateSpec
+from engine.spec.job import RunResult, RunSpec, dump_spec, hash_spec, load_spec, parse_spec
+from engine.spec.prepare import FileSource, GeneratedSource, PrepareSpec, PromptSetSpec
+from engine.spec.reward import ExactMatchReward, LengthReward, ReasoningGymReward, Reward
+from engine.spec.tracking import TrackingSpec
+from engine.spec.train import OptimizerSpec, RolloutSpec, TrainSpec
+
+__all__ = [
+    "GRPO", "KL", "PPO", "AdaptiveKL", "Algorithm", "EvaluateSpec", "EvaluatedModel", "ExactMatchReward",
+    "FileSource", "FixedKL", "GeneratedSource", "LengthReward", "OptimizerSpec", "PrepareSpec", "PromptSetSpec",
+    "ReasoningGymReward", "Reward", "RolloutSpec", "RunResult", "RunSpec", "TrackingSpec", "TrainSpec",
+    "dump_spec", "hash_spec", "load_spec", "parse_spec",
+]

@@ -1,0 +1,85 @@
+"""The contract across the process boundary: what a job directory holds and what a stage returns."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from engine.errors import SpecError
+from engine.spec.base import Spec
+from engine.spec.evaluate import EvaluateSpec
+from engine.spec.prepare import PrepareSpec
+from engine.spec.train import TrainSpec
+
+RunSpec = Annotated[PrepareSpec | TrainSpec | EvaluateSpec, Field(discriminator="stage")]
+_ADAPTER: TypeAdapter = TypeAdapter(RunSpec)
+
+SPEC_FILE = "spec.json"
+SPEC_HASH_FILE = "spec.sha256"
+JOB_FILE = "job.json"
+HEARTBEAT_FILE = "heartbeat"
+LOG_FILE = "log.txt"
+PROGRESS_FILE = "progress.json"
+EXIT_FILE = "exit.json"
+RESULT_FILE = "result.json"
+METRICS_FILE = "metrics.jsonl"
+
+
+class RunResult(Spec):
+    """What a stage wrote, as small numbers and URIs (it travels through XCom)."""
+
+    stage: str
+    outputs: dict[str, str] = {}
+    """Named URIs: `checkpoint`, `export`, `prompts`, `report`, `samples`."""
+    metrics: dict[str, float] = {}
+    hashes: dict[str, str] = {}
+    """sha256 by name: `weights`, `prompts`, `spec`."""
+    policy_version: int = 0
+    gpu_seconds: float = 0.0
+    """Wall seconds times ranks."""
+    timings_s: dict[str, float] = {}
+
+
+def parse_spec(data: dict[str, Any]) -> RunSpec:  # type: ignore[valid-type]
+    """Check `data` against the schema.
+
+    Raises:
+        SpecError: one line with each wrong field, its value, and what it must be.
+    """
+    try:
+        return _ADAPTER.validate_python(data)
+    except ValidationError as error:
+        raise SpecError("; ".join(_describe(item) for item in error.errors())) from None
+
+
+def _describe(item: Any) -> str:
+    # The first part of a location is the union member; the user wrote no such key.
+    where = ".".join(str(part) for part in item["loc"][1:]) or "spec"
+    value = item.get("input")
+    shown = "" if isinstance(value, dict) else f" (got {str(value)[:80]!r})"
+    return f"{where}: {item['msg']}{shown}"
+
+
+def dump_spec(spec: Spec) -> str:
+    """The canonical text of a spec: sorted keys, so that equal specs have equal hashes."""
+    return json.dumps(spec.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
+
+
+def hash_spec(spec: Spec) -> str:
+    """sha256 of `dump_spec(spec)`, hexadecimal."""
+    return hashlib.sha256(dump_spec(spec).encode()).hexdigest()
+
+
+def load_spec(job_dir: Path) -> RunSpec:  # type: ignore[valid-type]
+    """Read the spec of a job directory.
+
+    Raises:
+        SpecError: no such file, not JSON, or against the schema.
+    """
+    path = job_dir / SPEC_FILE
+    try:
+        return parse_spec(json.loads(path.read_text()))
+    except (OSError, json.JSONDecodeError) as error:
+        raise SpecError(f"{path}: {error}") from None

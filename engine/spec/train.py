@@ -1,0 +1,101 @@
+"""Spec of the train stage."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from engine.layout import GenerationLayout, ParallelLayout
+from engine.spec.algorithm import Algorithm
+from engine.spec.base import URI, Count, Spec
+from engine.spec.reward import Reward
+from engine.spec.tracking import TrackingSpec
+
+
+class OptimizerSpec(Spec):
+    """AdamW with warm-up, a schedule, and clipping by global norm."""
+
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    min_lr_share: float = Field(0.1, ge=0, le=1)
+    """The schedule ends at this share of `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = Field(None, ge=1)
+    """Optimizer steps over which the schedule runs; None: all steps of the run (`iterations` x stages known here)."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class RolloutSpec(Spec):
+    """How responses are generated."""
+
+    layout: GenerationLayout = GenerationLayout()
+    max_response_tokens: Count
+    temperature: float = Field(1.0, gt=0)
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """KV cache of one rank."""
+    max_concurrent_sequences: Count = 64
+    """Sequences one replica decodes at once."""
+
+
+class TrainSpec(Spec):
+    """Some iterations of an algorithm, from a model or from the checkpoint of the stage before."""
+
+    stage: Literal["train"] = "train"
+    schema_version: Literal[1] = 1
+    model: URI
+    """Hugging Face directory the policy, the critic's backbone and the reference start from."""
+    prompts: URI
+    """Output directory of the prepare stage; `train/` is used."""
+    algorithm: Algorithm
+    rewards: list[Reward] = Field(min_length=1)
+    layout: ParallelLayout = ParallelLayout()
+    rollout: RolloutSpec
+    actor: OptimizerSpec
+    critic: OptimizerSpec | None = None
+    """Needed by algorithms with a critic."""
+    iterations: Count
+    """Iterations of this stage."""
+    prompts_per_iteration: Count
+    """P: prompts of one iteration, over all ranks."""
+    minibatches: Count = 1
+    """Optimizer steps one pass over an iteration's samples is divided into."""
+    epochs: Count = 1
+    """Passes over an iteration's samples."""
+    microbatch_tokens: Count = 4096
+    """Token budget of one forward on one rank, padding included."""
+    resume_from: URI | None = None
+    """Checkpoint directory of the stage before; None starts from `model`."""
+    checkpoint_dir: URI
+    """Where this run's checkpoints go."""
+    checkpoint_every: Count | None = None
+    """Iterations between checkpoints; None: only at the end of the stage."""
+    export_dir: URI
+    """Where the Hugging Face directory of the trained policy goes."""
+    seed: int = 0
+    tracking: TrackingSpec = TrackingSpec()
+
+    @property
+    def samples_per_iteration(self) -> int:
+        """B = P * G sequences."""
+        return self.prompts_per_iteration * self.algorithm.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _sizes_divide(self):
+        samples, replicas = self.samples_per_iteration, self.rollout.layout.replicas(self.layout.world_size)
+        for name, parts in (("layout.dp x minibatches", self.layout.dp * self.minibatches),
+                            ("rollout replicas", replicas)):
+            if samples % parts:
+                raise ValueError(
+                    f"prompts_per_iteration {self.prompts_per_iteration} x samples_per_prompt "
+                    f"{self.algorithm.samples_per_prompt} = {samples} samples do not divide by {name} = {parts}; "
+                    f"choose prompts_per_iteration so that they do")
+        if self.algorithm.kind == "ppo" and self.critic is None:
+            raise ValueError("critic: algorithm ppo trains a critic; give it an optimizer, for example {lr: 1.0e-5}")
+        if self.algorithm.kind != "ppo" and self.critic is not None:
+            raise ValueError(f"critic: algorithm {self.algorithm.kind} has no critic; remove the field")
+        return self
