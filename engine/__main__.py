@@ -1,0 +1,103 @@
+"""`python -m engine STAGE JOB_DIR` runs one stage of a job; `python -m engine info` says what is installed.
+
+Exit codes: 0 done; 2 the spec, the data or the model is wrong; 3 a fault that a retry can mend; 4 numerics; 130 killed.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, RefusedError, SpecError, exit_code_of
+
+STAGES = ("prepare", "train", "evaluate")
+USAGE = f"usage: python -m engine {{{','.join(STAGES)}}} JOB_DIR | python -m engine info [--json]"
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the command line asks for and return the exit code."""
+    if arguments[:1] == ["info"]:
+        from engine.info import main as info
+
+        return info(arguments[1:])
+    if len(arguments) != 2 or arguments[0] not in STAGES:
+        print(USAGE, file=sys.stderr)
+        return EXIT_REFUSED
+    signal.signal(signal.SIGTERM, _stop)
+    stage, directory = arguments[0], Path(arguments[1])
+    if world_size_of(stage, directory) > 1 and "WORLD_SIZE" not in os.environ:
+        return start_ranks(stage, directory)
+    return run_stage(stage, directory)
+
+
+def world_size_of(stage: str, directory: Path) -> int:
+    """Ranks the job needs; 1 when its spec cannot be read, so that one process says why."""
+    from engine.spec import load_spec
+
+    try:
+        spec = load_spec(directory)
+    except SpecError:
+        return 1
+    return spec.layout.world_size if stage == "train" else getattr(spec, "world_size", 1)
+
+
+def start_ranks(stage: str, directory: Path) -> int:
+    """Start the ranks of a job on this machine and return the exit code of the first that failed.
+
+    torchrun's own command would turn every failure into exit 1.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=world_size_of(stage, directory), run_id=directory.name,
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.2)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.nproc_per_node)))
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "engine", stage, str(directory))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else EXIT_FAULT
+    except KeyboardInterrupt:
+        return EXIT_KILLED
+    return 0
+
+
+def run_stage(stage: str, directory: Path) -> int:
+    """Run one rank of a stage in this process."""
+    from engine.job import Job, print_error
+    from engine.spec import load_spec
+
+    spec = None
+    try:
+        spec = load_spec(directory)
+        if spec.stage != stage:
+            raise SpecError(f"{directory}: the spec is of stage {spec.stage!r}, not {stage!r}")
+        job = Job(directory, rank=int(os.environ.get("RANK", "0")))
+        job.start_heartbeat()
+        job.event("start", stage=stage, pid=os.getpid())
+        job.progress("start")
+        job.result(importlib.import_module(f"engine.{stage}").run(job, spec))
+        job.event("done", stage=stage)
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_KILLED
+    except Exception as error:
+        if not isinstance(error, RefusedError):
+            traceback.print_exc()
+        print_error(error, spec)
+        return exit_code_of(error)
+
+
+def _stop(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Gloo's and vLLM's destructors can hang or crash after the result is written.
+    os._exit(code)

@@ -1,0 +1,80 @@
+"""What a stage sees of its job directory: events, progress, heartbeat, the result. Torch-free.
+
+Every rank has a `Job`; only rank 0 writes, so stages call it without asking who they are.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.spec.base import Spec
+from engine.spec.job import HEARTBEAT_FILE, PROGRESS_FILE, RESULT_FILE, RunResult
+from engine.store import write_atomic
+
+HEARTBEAT_SECONDS = 5.0
+
+
+class Job:
+    """One job directory, seen from inside the engine."""
+
+    def __init__(self, directory: Path, rank: int = 0):
+        """Args: directory: must exist; rank: of this process, 0 writes."""
+        self.dir = directory
+        self.rank = rank
+        self._started = time.monotonic()
+        self._iterations: list[float] = []
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Print one JSON line to the log: `{"event": name, ...}`."""
+        if self.rank == 0:
+            print(json.dumps({"event": name, "s": round(time.monotonic() - self._started, 2), **fields}), flush=True)
+
+    def progress(self, phase: str, iteration: int = 0, of: int = 0, **numbers: float) -> None:
+        """Replace progress.json.
+
+        Args:
+            phase: what is being done: `start`, `generate`, `score`, `logprobs`, `update`, `evaluate`, ...
+            iteration: iterations that are complete.
+            of: iterations of this stage.
+            numbers: what a person wants to see, for example `reward` and `tokens_per_s`.
+        """
+        if self.rank:
+            return
+        now = time.monotonic()
+        if len(self._iterations) < iteration:
+            self._iterations.append(now)
+        eta_s = None
+        if len(self._iterations) > 1:
+            pace = (self._iterations[-1] - self._iterations[0]) / (len(self._iterations) - 1)
+            eta_s = round(max(0.0, pace * (of - iteration) - (now - self._iterations[-1])), 1)
+        write_atomic(self.dir / PROGRESS_FILE, json.dumps(
+            {"phase": phase, "iteration": iteration, "of": of, "eta_s": eta_s, "time": time.time(), **numbers}))
+
+    def result(self, result: RunResult) -> None:
+        """Write result.json: the last thing a stage does."""
+        if self.rank == 0:
+            write_atomic(self.dir / RESULT_FILE, result.model_dump_json(indent=1))
+
+    def start_heartbeat(self) -> None:
+        """Write the heartbeat file every few seconds from a thread, also while Python compiles or waits."""
+        if self.rank == 0:
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        step = 0
+        while True:
+            write_atomic(self.dir / HEARTBEAT_FILE, json.dumps(
+                {"step": step, "monotonic_s": time.monotonic(), "time": time.time(), "pid": os.getpid()}))
+            step += 1
+            time.sleep(HEARTBEAT_SECONDS)
+
+
+def print_error(error: BaseException, spec: Spec | None) -> None:
+    """One line that says what went wrong; the last line of a failed job's log."""
+    stage = getattr(spec, "stage", "engine")
+    message = " ".join(str(error).split())
+    print(f"error: {stage}: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
