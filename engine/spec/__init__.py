@@ -2,6 +2,8 @@
 
 from engine.spec.algorithm import GRPO, KL, PPO, AdaptiveKL, Algorithm, FixedKL
 from engine.spec.evaluate import EvaluatedModel, EvaluateSpec
+from engine.spec.evaluation import Evaluation, ModelEvaluation, PromptScores, SampleRecord
+from engine.spec.gate import GatePolicy, GuardMetric, Limit, PrimaryMetric
 from engine.spec.job import RunResult, RunSpec, dump_spec, hash_spec, load_spec, parse_spec
 from engine.spec.prepare import FileSource, GeneratedSource, PrepareSpec, PromptSetSpec
 from engine.spec.reward import ExactMatchReward, LengthReward, ReasoningGymReward, Reward
@@ -9,8 +11,9 @@ from engine.spec.tracking import TrackingSpec
 from engine.spec.train import OptimizerSpec, RolloutSpec, TrainSpec
 
 __all__ = [
-    "GRPO", "KL", "PPO", "AdaptiveKL", "Algorithm", "EvaluateSpec", "EvaluatedModel", "ExactMatchReward",
-    "FileSource", "FixedKL", "GeneratedSource", "LengthReward", "OptimizerSpec", "PrepareSpec", "PromptSetSpec",
-    "ReasoningGymReward", "Reward", "RolloutSpec", "RunResult", "RunSpec", "TrackingSpec", "TrainSpec",
-    "dump_spec", "hash_spec", "load_spec", "parse_spec",
+    "GRPO", "KL", "PPO", "AdaptiveKL", "Algorithm", "EvaluateSpec", "EvaluatedModel", "Evaluation",
+    "ExactMatchReward", "FileSource", "FixedKL", "GatePolicy", "GeneratedSource", "GuardMetric", "LengthReward",
+    "Limit", "ModelEvaluation", "OptimizerSpec", "PrepareSpec", "PrimaryMetric", "PromptScores", "PromptSetSpec",
+    "ReasoningGymReward", "Reward", "RolloutSpec", "RunResult", "RunSpec", "SampleRecord", "TrackingSpec",
+    "TrainSpec", "dump_spec", "hash_spec", "load_spec", "parse_spec",
 ]
