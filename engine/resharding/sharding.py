@@ -1,0 +1,130 @@
+"""What a rank holds of a model: the vocabulary every target (Megatron, vLLM, FSDP, files) describes itself in."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.errors import LayoutError
+from engine.resharding.boxes import Box, volume
+
+Ranks = range | tuple[int, ...]
+"""Ascending global ranks; a range where possible, so that membership and position cost nothing at 4,096 ranks."""
+
+
+class Piece(NamedTuple):
+    """A slice of a logical tensor and where it lies in a local parameter."""
+
+    tensor: str
+    """Hugging Face name of the logical tensor."""
+    box: Box
+    """The slice of the logical tensor."""
+    param: str
+    """Name of the local parameter."""
+    at: tuple[int, ...]
+    """First index of the slice in the parameter, one per parameter dimension. A parameter with more dimensions than
+    the tensor (fused experts) holds the slice at one index of the leading ones."""
+
+
+class Cell(NamedTuple):
+    """A slice of a logical tensor and every rank that holds exactly it."""
+
+    box: Box
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Everything one rank holds."""
+
+    rank: int
+    tensors: Mapping[str, tuple[int, ...]]
+    """Logical shape of every tensor of the model."""
+    pieces: tuple[Piece, ...]
+    params: Mapping[str, tuple[int, ...]]
+    """Shape of every local parameter the pieces lie in, padding included."""
+    untouched: tuple[str, ...] = ()
+    """Prefixes of parameters that are no part of the pretrained model (a critic's value head)."""
+    by_tensor: dict[str, list[Piece]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        grouped: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            grouped.setdefault(piece.tensor, []).append(piece)
+        object.__setattr__(self, "by_tensor", grouped)
+
+
+class Sharding(ABC):
+    """How a set of ranks holds a model. Subclasses say, per logical tensor, which box each rank has and where it lies.
+
+    `tensors` are the logical tensors (Hugging Face name -> shape) it holds; `ranks[i]` is the global rank of its i-th
+    rank (Megatron's or vLLM's own numbering), so that two shardings can share ranks, overlap, or be disjoint.
+    """
+
+    name: str
+    tensors: Mapping[str, tuple[int, ...]]
+    ranks: Sequence[int]
+
+    @abstractmethod
+    def key(self, tensor: str) -> Hashable:
+        """Tensors of equal key and shape have equal cells: what makes planning of huge models cheap."""
+
+    @abstractmethod
+    def cells(self, tensor: str) -> tuple[Cell, ...]:
+        """The distinct slices of `tensor` that ranks hold. Ranks with nothing of it appear in no cell."""
+
+    @abstractmethod
+    def place(self, tensor: str, box: Box, rank: int) -> Iterator[Piece]:
+        """Where `rank`, which holds `box`, keeps it: one or more pieces that cover the box exactly once."""
+
+    @abstractmethod
+    def local_params(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of `rank`, padding included."""
+
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        """Prefixes of parameter names outside the pretrained model; they are neither read nor written."""
+        return ()
+
+    def holdings(self, rank: int) -> Holdings:
+        """What global `rank` holds.
+
+        Raises:
+            LayoutError: the rank is not one of the sharding's.
+        """
+        if rank not in self.ranks:
+            raise LayoutError(f"{self.name}: rank {rank} is not one of its {len(self.ranks)} ranks")
+        pieces = [piece for tensor, box in self.held(rank) for piece in self.place(tensor, box, rank)]
+        return Holdings(rank, self.tensors, tuple(pieces), self.local_params(rank), self.untouched)
+
+    def held(self, rank: int) -> Iterator[tuple[str, Box]]:
+        """The boxes of every logical tensor that global `rank` holds, in catalog order."""
+        own: dict[Hashable, list[Box]] = {}
+        for tensor, shape in self.tensors.items():
+            key = (self.key(tensor), shape)
+            if key not in own:
+                own[key] = [cell.box for cell in self.cells(tensor) if rank in cell.ranks and volume(cell.box)]
+            for box in own[key]:
+                yield tensor, box
+
+
+@lru_cache(maxsize=4096)
+def globalise(ranks: Ranks, mapping: Ranks) -> Ranks:
+    """Global ranks of a sharding's own `ranks`: `mapping[i]` for each i, ascending; a range stays one where it can."""
+    if isinstance(ranks, range) and isinstance(mapping, range) and mapping.step == 1:
+        return range(ranks.start + mapping.start, ranks.stop + mapping.start, ranks.step)
+    return tuple(sorted(mapping[rank] for rank in ranks))
+
+
+def rank_mapping(ranks: Sequence[int] | None, world_size: int, name: str) -> Ranks:
+    """Check the global ranks given for a sharding of `world_size` ranks; None is 0 .. world_size - 1.
+
+    Raises:
+        LayoutError: another number of ranks, or one named twice.
+    """
+    if ranks is None:
+        return range(world_size)
+    if len(ranks) != world_size or len(set(ranks)) != world_size:
+        raise LayoutError(f"{name}: needs {world_size} distinct ranks, was given {list(ranks)[:16]}")
+    return ranks if isinstance(ranks, range) else tuple(ranks)
