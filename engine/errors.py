@@ -39,6 +39,12 @@ class StoreError(FaultError):
     """The object store did not answer, refused, or returned other bytes than were written."""
 
 
+class MissingError(StoreError):
+    """A file or object that is named but not there: a retry will not find it either."""
+
+    exit_code = EXIT_REFUSED
+
+
 class ReshardError(FaultError):
     """A weight transfer that did not complete; the destination may not be used until one does."""
 

@@ -1,0 +1,221 @@
+"""Files at local paths and `s3://` URIs behind one small interface. Torch-free; boto3 loads when S3 is first used.
+
+Everything written becomes visible whole or not at all: locally by a synced temporary file and a rename, on S3 because a
+put is atomic; a directory by its manifest, which is copied last.
+
+Credentials come from the usual AWS chain only, the endpoint of an S3-compatible store from `AWS_ENDPOINT_URL`.
+Errors are one line, `StoreError: OPERATION URI: reason`, without credentials; `MissingError` when nothing is there.
+"""
+
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.errors import MissingError, StoreError
+from engine.store.hashing import hash_dir, hash_model_dir, sha256_bytes, sha256_file
+
+__all__ = [
+    "MANIFEST", "delete", "download_dir", "download_file", "exists", "hash_dir", "hash_model_dir", "is_s3", "join",
+    "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes", "sha256_file", "upload_dir", "upload_file",
+    "write_atomic", "write_bytes",
+]
+
+MANIFEST = "manifest.json"
+"""A directory with a file of this name is whole: it is written last and read first."""
+PARALLEL_FILES = 8
+
+
+def is_s3(uri: str | Path) -> bool:
+    """Whether `uri` names an object store and not a local path."""
+    return str(uri).startswith("s3://")
+
+
+def join(uri: str | Path, *parts: str) -> str:
+    """`uri` extended by path parts: `join("s3://b/run", "train", "x.parquet")`."""
+    if not is_s3(uri):
+        return str(Path(uri, *parts))
+    return "/".join([str(uri).rstrip("/"), *(part.strip("/") for part in parts)])
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Replace the local file `path` so that a reader, or a crash at any moment, sees the old or the new whole file."""
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes 0600 files; what a job writes follows the umask like any other file.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames inside `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(uri: str | Path, content: str | bytes) -> None:
+    """Create or replace one file, atomically; parent directories are made."""
+    data = content.encode() if isinstance(content, str) else content
+    if is_s3(uri):
+        return _s3().put(str(uri), data)
+    try:
+        Path(uri).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(uri, data)
+    except OSError as error:
+        raise _local_error("write", uri, error) from None
+    return None
+
+
+def read_bytes(uri: str | Path) -> bytes:
+    """The whole content of one file.
+
+    Raises:
+        MissingError: nothing there. StoreError: it cannot be read.
+    """
+    if is_s3(uri):
+        return _s3().get(str(uri))
+    try:
+        return Path(uri).read_bytes()
+    except OSError as error:
+        raise _local_error("read", uri, error) from None
+
+
+def read_text(uri: str | Path) -> str:
+    """The whole content of one UTF-8 file."""
+    return read_bytes(uri).decode()
+
+
+def open_read(uri: str | Path) -> BinaryIO:
+    """Open one file for streaming; on S3 a dropped connection continues where it broke. Close it after use."""
+    if is_s3(uri):
+        return _s3().open_stream(str(uri))
+    try:
+        return open(uri, "rb")
+    except OSError as error:
+        raise _local_error("open", uri, error) from None
+
+
+def exists(uri: str | Path) -> bool:
+    """Whether a file, or a directory with anything in it, is there."""
+    if is_s3(uri):
+        return _s3().exists(str(uri))
+    path = Path(uri)
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def list_files(uri: str | Path) -> list[str]:
+    """Names of all files under a directory, relative to it, sorted, `/` between parts; empty when nothing is there."""
+    if is_s3(uri):
+        return sorted(_s3().list_keys(str(uri)))
+    root = Path(uri)
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def upload_file(source: str | Path, uri: str | Path) -> None:
+    """Copy a local file to `uri`; on S3 in parallel parts with checksums."""
+    if is_s3(uri):
+        return _s3().upload(Path(source), str(uri))
+    return _copy(Path(source), Path(uri))
+
+
+def download_file(uri: str | Path, target: str | Path) -> None:
+    """Copy one file to a local path; it appears there whole and, from S3, with the sha256 it was uploaded with."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if is_s3(uri):
+        return _s3().download(str(uri), target)
+    return _copy(Path(uri), target)
+
+
+def upload_dir(source: str | Path, uri: str | Path, last: str = MANIFEST) -> None:
+    """Copy a local directory to `uri`, files in parallel, the file `last` after all others (if there is one)."""
+    names = list_files(source)
+    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        list(pool.map(lambda name: upload_file(Path(source, name), join(uri, name)), [n for n in names if n != last]))
+    if last in names:
+        upload_file(Path(source, last), join(uri, last))
+
+
+def download_dir(uri: str | Path, target: str | Path) -> None:
+    """Copy a directory to a local path that does not exist yet; it appears there whole.
+
+    Raises:
+        MissingError: nothing under `uri`.
+    """
+    target = Path(target)
+    names = list_files(uri)
+    if not names:
+        raise MissingError(f"download {uri}: no files there")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+        staged = Path(temporary, "whole")
+        with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+            list(pool.map(lambda name: download_file(join(uri, name), staged / name), names))
+        os.replace(staged, target)
+    sync_directory(target.parent)
+
+
+def delete(uri: str | Path, last: str = MANIFEST) -> None:
+    """Remove a file, or a directory with all in it: its manifest first, so that half of it never looks whole."""
+    if is_s3(uri):
+        return _s3().delete(str(uri), last)
+    path = Path(uri)
+    try:
+        if path.is_dir():
+            (path / last).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _local_error("delete", uri, error) from None
+    return None
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        os.close(handle)
+        try:
+            shutil.copyfile(source, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise _local_error("copy", f"{source} to {target}", error) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _local_error(operation: str, uri: str | Path, error: OSError) -> StoreError:
+    kind = MissingError if isinstance(error, FileNotFoundError) else StoreError
+    return kind(f"{operation} {uri}: {error.strerror or error}")
+
+
+def _s3():
+    from engine.store import s3
+
+    return s3
