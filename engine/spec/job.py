@@ -32,8 +32,9 @@ class RunResult(Spec):
 
     stage: str
     outputs: dict[str, str] = {}
-    """Named URIs: `checkpoint`, `export`, `prompts`, `report`, `samples`."""
+    """Named URIs. prepare: `prompts`; train: `checkpoint`, `export`; evaluate: `evaluation`, `samples`; also `report`."""
     metrics: dict[str, float] = {}
+    """evaluate calls them `<model>/<metric>`, for example `base/mean_reward` and `stage_1/mean_reward`."""
     hashes: dict[str, str] = {}
     """sha256 by name: `weights`, `prompts`, `spec`."""
     policy_version: int = 0

@@ -1,0 +1,65 @@
+"""Where this deployment keeps things and runs jobs: the only reader of RATCHET_ environment variables.
+
+They say where, never how: behaviour is in the preset and the form.
+"""
+
+import os
+from pathlib import Path
+
+from engine.errors import SpecError
+
+
+def home() -> Path:
+    """RATCHET_HOME: job directories and slots, on a disk that every worker sees."""
+    return Path(os.environ.get("RATCHET_HOME", ".ratchet")).absolute()
+
+
+def store() -> str:
+    """RATCHET_STORE: prompts, checkpoints, exports and evaluations; a path or `s3://`."""
+    uri = os.environ.get("RATCHET_STORE") or str(home() / "store")
+    return uri.rstrip("/") if "://" in uri else os.path.abspath(uri)
+
+
+def presets() -> Path:
+    """RATCHET_PRESETS: the folder of preset files; `examples/` of the project by default."""
+    return Path(os.environ.get("RATCHET_PRESETS") or Path(__file__).resolve().parents[1] / "examples")
+
+
+def launcher() -> str:
+    """RATCHET_LAUNCHER: name of the launcher."""
+    return os.environ.get("RATCHET_LAUNCHER") or "local"
+
+
+def gpus() -> int:
+    """RATCHET_GPUS: GPUs of a worker; 0 when it has none."""
+    return _count("RATCHET_GPUS", 0)
+
+
+def pool_slots() -> int:
+    """RATCHET_POOL_SLOTS: slots of the pool `gpus` that one job takes; the GPUs of its layout."""
+    return _count("RATCHET_POOL_SLOTS", 1)
+
+
+def max_stages() -> int:
+    """RATCHET_MAX_STAGES: stages that the DAG is unrolled to."""
+    return _count("RATCHET_MAX_STAGES", 4)
+
+
+def engine_python() -> str:
+    """RATCHET_ENGINE_PYTHON: the interpreter of the engine's environment.
+
+    Raises:
+        SpecError: not set, or not a program.
+    """
+    path = os.environ.get("RATCHET_ENGINE_PYTHON", "")
+    if not os.access(path, os.X_OK):
+        raise SpecError(f"RATCHET_ENGINE_PYTHON={path!r} is not an interpreter; set it to the Python of the engine "
+                        "environment, for example .venv/engine/bin/python")
+    return path
+
+
+def _count(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdigit():
+        raise SpecError(f"{name}={text!r} is not a number; give the count, for example {name}={default}")
+    return int(text)

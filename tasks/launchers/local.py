@@ -1,0 +1,79 @@
+"""Launcher `local`: the job runs on the machine of the Airflow worker, under a wrapper in a session of its own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.errors import FaultError, SpecError
+from engine.spec.job import HEARTBEAT_FILE, JOB_FILE
+from tasks import deployment
+from tasks.launchers.processes import JOB_VARIABLE, end_processes, is_running
+
+START_LIMIT_S = 30.0
+KILL_GRACE_S = 2.5
+FOREIGN_HEARTBEAT_S = 60.0
+"""A job of another host counts as alive when its heartbeat is younger than this: its pids mean nothing here."""
+
+# What Airflow and MLflow's server know, and an engine must not.
+PRIVATE_PREFIXES = ("AIRFLOW_", "_AIRFLOW", "__AIRFLOW")
+
+
+def start(directory: Path, stage: str, *, attempt: int, ranks: int) -> None:
+    """Start the wrapper of a job and wait until it has written job.json."""
+    root = Path(__file__).resolve().parents[2]
+    slots, need, gpus = slots_for(stage, ranks)
+    command = [deployment.engine_python(), "-u", "-m", "engine", stage, str(directory)]
+    config = {"directory": str(directory), "attempt": attempt, "command": command, "slots": slots, "need": need,
+              "gpus": gpus}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE_PREFIXES)}
+    environment |= {JOB_VARIABLE: str(directory), "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+    wrapper = subprocess.Popen(
+        [sys.executable, "-m", "tasks.launchers.wrapper", json.dumps(config)], env=environment, cwd=root,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + START_LIMIT_S
+    while not (directory / JOB_FILE).exists():
+        if wrapper.poll() is not None and not (directory / JOB_FILE).exists():
+            raise FaultError(f"{directory}: the job's wrapper ended with {wrapper.returncode} before it started the job")
+        if time.monotonic() > deadline:
+            end_processes(directory, grace_s=0.0)
+            raise FaultError(f"{directory}: the job's wrapper did not start within {START_LIMIT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def alive(directory: Path, record: dict[str, Any]) -> bool:
+    """Whether the wrapper of this record still runs."""
+    if record["host"] == socket.gethostname():
+        return is_running(record["pid"], record["start_ticks"])
+    try:
+        return time.time() - (directory / HEARTBEAT_FILE).stat().st_mtime < FOREIGN_HEARTBEAT_S
+    except OSError:
+        return False
+
+
+def kill(directory: Path) -> None:
+    """End every process of the job: SIGTERM, then SIGKILL."""
+    left = end_processes(directory, grace_s=KILL_GRACE_S)
+    if left:
+        raise FaultError(f"{directory}: processes {sorted(left)} survive SIGKILL; the kernel holds them (a stuck device?)")
+
+
+def slots_for(stage: str, ranks: int) -> tuple[list[str], int, bool]:
+    """The slot files of this machine, how many of them the job holds, and whether a slot is a GPU.
+
+    Without GPUs the whole machine is one slot. Preparing prompts needs none.
+
+    Raises:
+        SpecError: the job needs more GPUs than there are.
+    """
+    gpus = deployment.gpus()
+    need = 0 if stage == "prepare" else (ranks if gpus else 1)
+    if gpus and need > gpus:
+        raise SpecError(f"layout: the job needs {need} GPUs but this machine has RATCHET_GPUS={gpus}")
+    folder = deployment.home() / "slots"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return [str(folder / f"{'gpu' if gpus else 'cpu'}-{i}.lock") for i in range(gpus or 1)], need, bool(gpus)

@@ -1,0 +1,154 @@
+"""One file per run: the whole of a training pipeline, as `examples/*.yaml` and the DAG's form describe it.
+
+`prepare`, `train` and `evaluate` are the specs of the engine's stages without the fields that the run itself fills in
+(where things are, where they go). They are checked through those specs, so there is no second schema to keep.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from engine.errors import SpecError
+from engine.spec import EvaluateSpec, GatePolicy, PrepareSpec, TrainSpec
+from engine.spec.base import URI, Count, Spec
+from engine.spec.job import parse_spec
+
+RUN_FIELDS = {
+    "prepare": {"tokenizer": "run", "output": "run"},
+    "train": {"model": "run", "prompts": "run", "checkpoint_dir": "run", "export_dir": "run"},
+    "evaluate": {"models": [{"name": "base", "uri": "run"}], "prompts": "run"},
+}
+"""Fields that the run fills in, with a stand-in to check the rest by."""
+RUN_ONLY = {"prepare": (), "train": ("resume_from", "tracking"), "evaluate": ("cache", "tracking")}
+"""Optional fields that only the run may set."""
+
+
+class StageRule(Spec):
+    """How many stages are trained and when to stop before the last."""
+
+    count: Count = 1
+    """Stages at most; each is one train, one evaluation, one decision."""
+    metric: str = "mean_reward"
+    """Metric of the evaluation that decides."""
+    target: float | None = None
+    """Stop when the metric has reached this; None: no target."""
+    min_improvement: float | None = None
+    """Stop when a stage raised the metric by less than this over the stage before (the first: over the base model)."""
+
+
+class RegistryRule(Spec):
+    """Where the candidate goes."""
+
+    model: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the registered model."""
+    experiment: str = "ratchet"
+    """MLflow experiment of the runs."""
+
+
+class Pipeline(Spec):
+    """A whole run of `train_ppo`."""
+
+    description: str = ""
+    """One sentence for the person who chooses a preset."""
+    model: URI
+    """Hugging Face directory of the base model; a relative path is below RATCHET_HOME."""
+    start_from: Literal["base", "champion"] = "base"
+    """`champion`: train the model in production further (the base model while there is none)."""
+    prepare: dict[str, Any]
+    train: dict[str, Any]
+    """`iterations` counts one stage."""
+    evaluate: dict[str, Any]
+    stages: StageRule = StageRule()
+    gate: GatePolicy = GatePolicy()
+    registry: RegistryRule
+
+    @field_validator("prepare", "train", "evaluate")
+    @classmethod
+    def _is_a_stage(cls, section: dict[str, Any], info) -> dict[str, Any]:
+        stage = info.field_name
+        for name in (*RUN_FIELDS[stage], *RUN_ONLY[stage]):
+            if name in section:
+                raise ValueError(f"{name} is set by the run; remove it (got {str(section[name])[:80]!r})")
+        parse_spec({"stage": stage, **RUN_FIELDS[stage], **section})
+        return section
+
+    @model_validator(mode="after")
+    def _agree(self):
+        if self.spec_of("train").resume_from is None and self.stages.count > 1 and self.train.get("iterations", 0) < 1:
+            raise ValueError("train.iterations must be at least 1")
+        return self
+
+    def spec_of(self, stage: str) -> PrepareSpec | TrainSpec | EvaluateSpec:
+        """The stage's spec with stand-ins for what the run fills in: for the numbers, not to be run."""
+        return parse_spec({"stage": stage, **RUN_FIELDS[stage], **getattr(self, stage)})
+
+
+def parse_pipeline(data: Any) -> Pipeline:
+    """Check `data` against the schema.
+
+    Raises:
+        SpecError: one line with each wrong field, its value, and what it must be.
+    """
+    if not isinstance(data, dict):
+        raise SpecError(f"a preset is a mapping of sections, not {type(data).__name__}")
+    try:
+        return Pipeline.model_validate(data)
+    except ValidationError as error:
+        raise SpecError("; ".join(_describe(item) for item in error.errors())) from None
+
+
+def _describe(item: Any) -> str:
+    where = ".".join(map(str, item["loc"]))
+    if isinstance(item.get("ctx", {}).get("error"), ValueError):
+        # Our own sentence names the field inside the section, and its value.
+        return f"{where}{'.' if where else ''}{item['ctx']['error']}"
+    value = item.get("input")
+    shown = "" if isinstance(value, dict) else f" (got {str(value)[:80]!r})"
+    return f"{where or 'preset'}: {item['msg']}{shown}"
+
+
+def read_yaml(text: str, where: str) -> dict[str, Any]:
+    """A YAML mapping; empty text is an empty one.
+
+    Raises:
+        SpecError: not YAML, or not a mapping; with the line.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{where}: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SpecError(f"{where}: must be a mapping of sections (got {str(content)[:80]!r})")
+    return content
+
+
+def preset_names(folder: Path) -> list[str]:
+    """Names of the presets in a folder."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def read_preset(folder: Path, name: str) -> dict[str, Any]:
+    """The content of a preset file.
+
+    Raises:
+        SpecError: there is none of that name.
+    """
+    if name not in preset_names(folder):
+        raise SpecError(f"preset: {name!r} is not in {folder}; there are {', '.join(preset_names(folder)) or 'none'}")
+    return read_yaml((folder / f"{name}.yaml").read_text(), f"{name}.yaml")
+
+
+def merge(base: Any, change: Any) -> Any:
+    """`base` with the leaves of `change` put over it; lists are replaced whole.
+
+    A mapping with another `kind` replaces the whole mapping: the fields of one union member mean nothing to another.
+    """
+    if not (isinstance(base, dict) and isinstance(change, dict)):
+        return change
+    if change.get("kind", base.get("kind")) != base.get("kind"):
+        return change
+    return {**base, **{key: merge(base[key], value) if key in base else value for key, value in change.items()}}

@@ -1,0 +1,202 @@
+"""From a pipeline and the results so far to the spec of the next job, and to the decision to go on. Pure functions."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import SpecError
+from engine.spec import EvaluateSpec, PrepareSpec, RunResult, TrackingSpec, TrainSpec, parse_spec
+from tasks.pipeline import Pipeline, merge, parse_pipeline
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a person may fill in in Airflow; None keeps the preset's value."""
+
+    stages: int | None = None
+    iterations: int | None = None
+    seed: int | None = None
+    lr: float | None = None
+    model: str | None = None
+    start_from: str | None = None
+    approval: str | None = None
+
+    def change(self) -> dict[str, Any]:
+        """The form as a change to a preset."""
+        fields = {
+            ("stages", "count"): self.stages, ("train", "iterations"): self.iterations, ("train", "seed"): self.seed,
+            ("train", "actor", "lr"): self.lr, ("model",): self.model, ("start_from",): self.start_from,
+            ("gate", "approval"): self.approval}
+        change: dict[str, Any] = {}
+        for path, value in fields.items():
+            if value is not None:
+                for key in reversed(path):
+                    value = {key: value}
+                change = merge(change, value)
+        return change
+
+
+def resolve(preset: dict[str, Any], form: Form, override: dict[str, Any]) -> Pipeline:
+    """Preset, then the form, then the YAML override; the whole checked.
+
+    Raises:
+        SpecError: names each wrong field, its value, and what it must be.
+    """
+    return parse_pipeline(merge(merge(preset, form.change()), override))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a pipeline, as far as its jobs can see."""
+
+    pipeline: Pipeline
+    root: str
+    """Where the run keeps its files: below RATCHET_STORE."""
+    evaluations: str
+    """The cache of evaluations, shared by all runs."""
+    base_model: str
+    """URI of the model that training starts from."""
+    results: Mapping[str, RunResult]
+    """By task id."""
+    tracking: TrackingSpec = TrackingSpec()
+
+
+def prepare_spec(run: Run) -> PrepareSpec:
+    """The job that freezes the prompts."""
+    return parse_spec({
+        "stage": "prepare", **run.pipeline.prepare, "tokenizer": run.base_model, "output": prompts_uri(run.root)})
+
+
+def train_spec(run: Run, stage: int) -> TrainSpec:
+    """The training job of a stage, counted from 1; it goes on from the checkpoint of the stage before."""
+    section = dict(run.pipeline.train)
+    numbers = run.pipeline.spec_of("train")
+    actor = numbers.actor
+    if actor.schedule != "constant" and actor.decay_steps is None:
+        # One schedule over all stages: the engine sees one stage only.
+        steps = numbers.iterations * numbers.epochs * numbers.minibatches * run.pipeline.stages.count
+        section["actor"] = {**section["actor"], "decay_steps": steps}
+    resume_from = None
+    if stage > 1:
+        resume_from = output(run, train_task(stage - 1), "checkpoint")
+    return parse_spec({
+        "stage": "train", **section, "model": run.base_model, "prompts": output(run, "prepare", "prompts"),
+        "resume_from": resume_from, "checkpoint_dir": f"{run.root}/checkpoints",
+        "export_dir": f"{run.root}/stage_{stage}/export", "tracking": run.tracking.model_dump()})
+
+
+def evaluate_spec(run: Run, stage: int) -> EvaluateSpec:
+    """The evaluation of a stage's model beside the model it started from."""
+    models = {"base": run.base_model, f"stage_{stage}": output(run, train_task(stage), "export")}
+    return comparison_spec(run, models, prompts=output(run, "prepare", "prompts"))
+
+
+def comparison_spec(run: Run, models: Mapping[str, str], *, prompts: str) -> EvaluateSpec:
+    """An evaluation of some models (name -> URI) with the pipeline's settings, so that it shares the cache."""
+    return parse_spec({
+        "stage": "evaluate", **run.pipeline.evaluate, "prompts": prompts, "cache": run.evaluations,
+        "models": [{"name": name, "uri": uri} for name, uri in models.items()], "tracking": run.tracking.model_dump()})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether another stage is worth it."""
+
+    go_on: bool
+    reason: str
+
+
+def decide(pipeline: Pipeline, stage: int, evaluations: Mapping[int, Mapping[str, float]]) -> Decision:
+    """Whether to train another stage after `stage`.
+
+    Args:
+        pipeline: its `stages` rule decides.
+        stage: the one just evaluated, from 1.
+        evaluations: metrics by stage number, 0 is the base model.
+    Raises:
+        SpecError: the evaluation has no metric of the rule's name.
+    """
+    rule = pipeline.stages
+    if stage >= rule.count:
+        return Decision(False, f"stage {stage} was the last of {rule.count}")
+    now = _metric(evaluations, stage, rule.metric)
+    if math.isnan(now):
+        return Decision(False, f"{rule.metric} is NaN after stage {stage}")
+    if rule.target is not None and now >= rule.target:
+        return Decision(False, f"{rule.metric} {now:.4g} reached the target {rule.target:.4g} after stage {stage}")
+    if rule.min_improvement is not None:
+        before = _metric(evaluations, stage - 1, rule.metric)
+        if now - before < rule.min_improvement:
+            return Decision(False, f"stage {stage} changed {rule.metric} by {now - before:+.4g} (from {before:.4g}), "
+                                   f"less than {rule.min_improvement:.4g}")
+    return Decision(True, f"{rule.metric} is {now:.4g} after stage {stage} of {rule.count}")
+
+
+def last_stage(pipeline: Pipeline, evaluations: Mapping[int, Mapping[str, float]]) -> int:
+    """The stage whose model is the candidate: the last that ran, found by the same decisions that ended the run.
+
+    The last and not the best: choosing the best of several on the prompts that the gate tests on would flatter it.
+    """
+    stage = 1
+    while decide(pipeline, stage, evaluations).go_on:
+        stage += 1
+    return stage
+
+
+def evaluations_of(results: Mapping[str, RunResult]) -> dict[int, dict[str, float]]:
+    """Metrics by stage (0: the base model) from the results of the evaluation tasks.
+
+    An evaluation's metrics are named `<model>/<metric>`.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for task, result in results.items():
+        if not task.endswith(".evaluate"):
+            continue
+        stage = int(task.split(".")[0].removeprefix("stage_"))
+        for name, value in result.metrics.items():
+            model, _, metric = name.partition("/")
+            found.setdefault(0 if model == "base" else stage, {})[metric] = value
+    return found
+
+
+def train_task(stage: int) -> str:
+    """Task id of a stage's training."""
+    return f"stage_{stage}.train"
+
+
+def evaluate_task(stage: int) -> str:
+    """Task id of a stage's evaluation."""
+    return f"stage_{stage}.evaluate"
+
+
+def prompts_uri(root: str) -> str:
+    """Where a run's prompts go."""
+    return f"{root}/prompts"
+
+
+def output(run: Run, task: str, name: str) -> str:
+    """A URI that an earlier job returned.
+
+    Raises:
+        SpecError: the task has no result, or its result no such output.
+    """
+    result = run.results.get(task)
+    if result is None:
+        raise SpecError(f"task {task} has no result; clear it so that it runs again")
+    if name not in result.outputs:
+        raise SpecError(f"the result of task {task} has no output {name!r}; it has {sorted(result.outputs)}")
+    return result.outputs[name]
+
+
+def absolute_uri(uri: str, below: str) -> str:
+    """`uri` as a URI that does not depend on the working directory: a relative path is below `below`."""
+    return uri if "://" in uri else os.path.normpath(os.path.join(below, os.path.expanduser(uri)))
+
+
+def _metric(evaluations: Mapping[int, Mapping[str, float]], stage: int, name: str) -> float:
+    metrics = evaluations.get(stage, {})
+    if name not in metrics:
+        raise SpecError(f"stages.metric: the evaluation of stage {stage} has no {name!r}; it has {sorted(metrics)[:20]}")
+    return metrics[name]
