@@ -6,14 +6,15 @@ from pydantic import Field, model_validator
 
 from engine.spec.base import Count, Spec
 
-PrimaryScore = Literal["mean_reward", "greedy_reward", "pass_at_1"]
+PrimaryScore = Literal["mean_reward", "pass_at_1", "greedy_reward", "greedy_pass"]
 
 
 class PrimaryMetric(Spec):
     """A score per prompt that has to rise: tested paired, prompt by prompt."""
 
     score: PrimaryScore
-    """`mean_reward`: mean over the sampled responses; `greedy_reward`; `pass_at_1`: share of samples that pass."""
+    """`mean_reward`: mean over the samples; `pass_at_1`: share of samples that pass; of the greedy response:
+    `greedy_reward`, `greedy_pass`."""
     margin: float = Field(0.0, ge=0)
     """The rise must be proven to be larger than this, in units of the score."""
 
