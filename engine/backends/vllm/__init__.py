@@ -1,0 +1,1 @@
+"""vLLM in the training processes: the only package that imports vllm."""
