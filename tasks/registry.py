@@ -38,6 +38,8 @@ class CandidateFiles:
     """MLflow run that made it: a retry with the same run and hash finds the version instead of making another."""
     spec_hash: str = ""
     prompts_hash: str = ""
+    run_uri: str = ""
+    """Directory of the pipeline run that made it (tag `ratchet.run`): its review reads the settings there."""
     base: str = ""
     """Champion version number it was trained from or compared with; empty: none."""
     metrics: Mapping[str, float] | None = None
