@@ -1,0 +1,166 @@
+"""The ranks of a job and their process groups: Megatron's, built from a `ParallelLayout` and checked against it."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from engine.errors import FaultError, LayoutError
+from engine.layout import Coords, ParallelLayout
+
+TIMEOUT_S = 1200.0
+"""A collective that a peer does not join for so long fails: longer than the slowest replica's generation."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups this rank is in."""
+
+    world: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    model_parallel: dist.ProcessGroup
+    """tp x pp: the ranks of one replica."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place in the job."""
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    groups: Groups
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return self.layout.world_size
+
+    @property
+    def coords(self) -> Coords:
+        """Where this rank stands in the layout."""
+        return self.layout.coords(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this rank belongs to: it decides the rows it trains on."""
+        return self.coords.dp
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return self.layout.dp
+
+    @property
+    def is_lead(self) -> bool:
+        """True on one rank of each replica (first tp rank of the first stage)."""
+        return self.coords.tp == 0 and self.coords.pp == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank holds the embedding."""
+        return self.coords.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank holds the head: it alone computes logprobs, values and losses."""
+        return self.coords.pp == self.layout.pp - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage in this rank's pipeline."""
+        coords = self.coords
+        return self.layout.rank(Coords(tp=coords.tp, dp=coords.dp, pp=self.layout.pp - 1))
+
+
+def start_world(layout: ParallelLayout, seed: int = 0, timeout_s: float = TIMEOUT_S) -> World:
+    """Join the job's process group (torchrun's environment, or alone) and build Megatron's groups for `layout`.
+
+    Calling it again with another layout rebuilds Megatron's groups; every rank must.
+
+    Args:
+        layout: how the ranks divide the model.
+        seed: of the tensor-parallel random states; the same on every rank.
+        timeout_s: after which a collective with a missing peer fails.
+    Raises:
+        LayoutError: the job has another number of ranks than the layout needs.
+        FaultError: Megatron built other groups than the layout says.
+    """
+    _join(timeout_s)
+    size = dist.get_world_size()
+    if size != layout.world_size:
+        raise LayoutError(
+            f"layout {layout} needs {layout.world_size} ranks but the job has {size}; "
+            f"dp must be {size} / ({layout.tp} * {layout.pp})")
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    groups = Groups(
+        world=dist.group.WORLD,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        model_parallel=parallel_state.get_model_parallel_group(),
+    )
+    _check_groups(layout, groups)
+    return World(layout=layout, rank=dist.get_rank(), device=_device(), groups=groups)
+
+
+def stop_world() -> None:
+    """Leave the process group; `start_world` may be called again."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(timeout_s: float) -> None:
+    if dist.is_initialized():
+        return
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device())
+    if "RANK" in os.environ:
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # All peers are on this machine: gloo must neither resolve the host's name nor listen outside.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _check_groups(layout: ParallelLayout, groups: Groups) -> None:
+    rank = dist.get_rank()
+    here = layout.coords(rank)
+    peers = [(other, layout.coords(other)) for other in range(layout.world_size)]
+    expected = {
+        "tp": [other for other, at in peers if (at.dp, at.pp) == (here.dp, here.pp)],
+        "dp": [other for other, at in peers if (at.tp, at.pp) == (here.tp, here.pp)],
+        "pp": [other for other, at in peers if (at.tp, at.dp) == (here.tp, here.dp)],
+        "model_parallel": [other for other, at in peers if at.dp == here.dp],
+    }
+    for name, ranks in expected.items():
+        built = sorted(dist.get_process_group_ranks(getattr(groups, name)))
+        if built != ranks:
+            raise FaultError(
+                f"rank {rank}: Megatron's {name} group is {built}, layout {layout} says {ranks}; "
+                f"engine/layout.py and megatron-core disagree on the order of ranks")
