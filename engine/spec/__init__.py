@@ -1,6 +1,21 @@
 """The one schema of Ratchet: what the DAG form, `examples/*.yaml` and `python -m engine` all build. Torch-free."""
 
-from engine.spec.algorithm import GRPO, KL, PPO, AdaptiveKL, Algorithm, FixedKL
+from engine.spec.algorithm import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    KL,
+    OPO,
+    PPO,
+    RLOO,
+    AdaptiveKL,
+    Algorithm,
+    FixedKL,
+    ReinforcePP,
+    ReMax,
+    SafeRLHF,
+)
 from engine.spec.evaluate import EvaluatedModel, EvaluateSpec
 from engine.spec.evaluation import Evaluation, ModelEvaluation, PromptScores, SampleRecord
 from engine.spec.gate import GatePolicy, GuardMetric, Limit, PrimaryMetric
@@ -11,7 +26,7 @@ from engine.spec.tracking import TrackingSpec
 from engine.spec.train import OptimizerSpec, RolloutSpec, TrainSpec
 
 __all__ = [
-    "GRPO", "KL", "PPO", "AdaptiveKL", "Algorithm", "EvaluateSpec", "EvaluatedModel", "Evaluation",
+    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "ReMax", "ReinforcePP", "SafeRLHF", "Algorithm", "EvaluateSpec", "EvaluatedModel", "Evaluation",
     "ExactMatchReward", "FileSource", "FixedKL", "GatePolicy", "GeneratedSource", "GuardMetric", "LengthReward",
     "Limit", "ModelEvaluation", "OptimizerSpec", "PrepareSpec", "PrimaryMetric", "PromptScores", "PromptSetSpec",
     "ReasoningGymReward", "Reward", "RolloutSpec", "RunResult", "RunSpec", "SampleRecord", "TrackingSpec",

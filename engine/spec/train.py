@@ -94,8 +94,13 @@ class TrainSpec(Spec):
                     f"prompts_per_iteration {self.prompts_per_iteration} x samples_per_prompt "
                     f"{self.algorithm.samples_per_prompt} = {samples} samples do not divide by {name} = {parts}; "
                     f"choose prompts_per_iteration so that they do")
-        if self.algorithm.kind == "ppo" and self.critic is None:
-            raise ValueError("critic: algorithm ppo trains a critic; give it an optimizer, for example {lr: 1.0e-5}")
-        if self.algorithm.kind != "ppo" and self.critic is not None:
-            raise ValueError(f"critic: algorithm {self.algorithm.kind} has no critic; remove the field")
+        return self
+
+    @model_validator(mode="after")
+    def _critic_where_needed(self):
+        kind = self.algorithm.kind
+        if self.algorithm.needs_critic and self.critic is None:
+            raise ValueError(f"critic: algorithm {kind} trains a critic; give it an optimizer, for example {{lr: 1.0e-5}}")
+        if not self.algorithm.needs_critic and self.critic is not None:
+            raise ValueError(f"critic: algorithm {kind} has no critic; remove the field")
         return self
