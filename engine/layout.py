@@ -31,6 +31,8 @@ class ParallelLayout:
     """Pipeline stages: each holds a run of layers."""
     dp: Degree = 1
     """Data-parallel replicas: each sees another part of the batch."""
+    ep: Degree = 1
+    """Expert-parallel ranks, taken out of dp: each holds a run of every layer's experts. Divides dp."""
 
     @property
     def world_size(self) -> int:
@@ -45,8 +47,20 @@ class ParallelLayout:
         """The rank at `coords`; inverse of `coords()`."""
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
 
+    def ranks_at(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> range:
+        """The ranks with these coordinates, ascending; a coordinate left out is any.
+
+        tp without pp is not one arithmetic progression and is refused, as is ep without tp (ep > 1).
+        """
+        assert pp is not None, "ranks of every pipeline stage are not one range; ask stage by stage"
+        start, stop = self.tp * self.dp * pp, self.tp * self.dp * (pp + 1)
+        if ep is not None and self.ep > 1:
+            assert tp is not None, "experts are cut by tp: name the tensor rank"
+            return range(start + tp + self.tp * ep, stop, self.tp * self.ep)
+        return range(start, stop) if tp is None else range(start + tp, stop, self.tp)
+
     def __str__(self) -> str:
-        return f"tp={self.tp} pp={self.pp} dp={self.dp}"
+        return f"tp={self.tp} pp={self.pp} dp={self.dp}" + (f" ep={self.ep}" if self.ep > 1 else "")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -68,6 +82,14 @@ class GenerationLayout:
                 f"choose a divisor of {world_size}"
             )
         return world_size // self.tp
+
+    def replica(self, rank: int) -> int:
+        """The replica that `rank` belongs to."""
+        return rank // self.tp
+
+    def place(self, rank: int) -> int:
+        """Where in its replica `rank` stands, 0 <= place < tp; place 0 leads."""
+        return rank % self.tp
 
 
 @dataclass(frozen=True)
@@ -139,11 +161,15 @@ def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     Raises:
         LayoutError: says which size is not divisible, with both numbers.
     """
-    for name, size in (("attention heads", shape.num_heads), ("kv heads", shape.num_kv_heads),
-                       ("ffn width", shape.ffn_hidden_size)):
+    widths = [("attention heads", shape.num_heads), ("ffn width", shape.moe_ffn_hidden_size or shape.ffn_hidden_size)]
+    for name, size in widths:
         if size % layout.tp:
-            divisors = [d for d in range(1, size + 1) if size % d == 0 and shape.num_kv_heads % d == 0]
+            divisors = [d for d in range(1, shape.num_heads + 1) if all(width % d == 0 for _, width in widths)]
             raise LayoutError(f"layout tp={layout.tp} does not divide {size} {name}; tp can be one of {divisors[:8]}")
+    if shape.num_kv_heads % layout.tp and layout.tp % shape.num_kv_heads:
+        raise LayoutError(f"layout tp={layout.tp} and {shape.num_kv_heads} kv heads: one must divide the other")
+    if layout.dp % layout.ep or max(shape.num_experts, 1) % layout.ep:
+        raise LayoutError(f"layout ep={layout.ep} must divide dp={layout.dp} and the model's {shape.num_experts} experts")
     if shape.num_layers % layout.pp:
         divisors = [d for d in range(1, shape.num_layers + 1) if shape.num_layers % d == 0]
         raise LayoutError(f"layout pp={layout.pp} does not divide {shape.num_layers} layers; pp can be one of {divisors}")

@@ -1,0 +1,40 @@
+"""The ranks of a job as torch.distributed knows them: joining, without any model-parallel library."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 1200.0
+"""A collective that a peer does not join for so long fails: longer than the slowest replica's generation."""
+
+
+def join_ranks(timeout_s: float = TIMEOUT_S) -> None:
+    """Join the job's default process group: torchrun's environment, or alone where there is none. Twice is once.
+
+    Args:
+        timeout_s: after which a collective with a missing peer fails.
+    """
+    if dist.is_initialized():
+        return
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == world_size:
+        # All peers are on this machine: gloo must neither resolve the host's name nor listen outside.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def local_device() -> torch.device:
+    """The device of this rank."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
