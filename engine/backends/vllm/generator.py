@@ -71,12 +71,20 @@ class Generator:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are running while weights change")
 
+    def fingerprint(self) -> int:
+        """A hash of all parameters' bytes, to tell whether anything wrote over them since it was last taken."""
+        hashes = torch.stack([torch.hash_tensor(p.detach()).view(torch.int64) for p in self.params().values()])
+        # Each tensor's hash is an XOR; odd factors keep equal changes in two tensors from cancelling.
+        factors = torch.arange(1, 2 * len(hashes), 2, device=hashes.device)
+        return int((hashes * factors).sum()) % (1 << 64)
+
     def load(self, model_dir: str | Path) -> None:
         """Replace the weights by those of a Hugging Face directory of the same architecture.
 
         Raises:
             ModelError: a file is missing or truncated, or parameters are missing from it.
         """
+        self.stop_token_ids = read_stop_token_ids(model_dir)
         with torch.no_grad():
             try:
                 loaded = self._runner.model.load_weights(read_weights(model_dir))
@@ -174,9 +182,8 @@ def read_weights(model_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
         raise ModelError(f"model {model_dir}: no *.safetensors file")
     for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, tensors.get_tensor(name)
+            tensors = safe_open(file, framework="pt")
+            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())
         except SafetensorError as error:
             raise ModelError(f"model file {file}: {error}; copy it again") from None
 
