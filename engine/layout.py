@@ -47,17 +47,12 @@ class ParallelLayout:
         """The rank at `coords`; inverse of `coords()`."""
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
 
-    def ranks_at(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> range:
-        """The ranks with these coordinates, ascending; a coordinate left out is any.
-
-        tp without pp is not one arithmetic progression and is refused, as is ep without tp (ep > 1).
-        """
-        assert pp is not None, "ranks of every pipeline stage are not one range; ask stage by stage"
+    def ranks_at(self, pp: int, tp: int | None = None, ep: int | None = None) -> range:
+        """The ranks of a pipeline stage, of one tensor rank in it, or of one expert rank of that; ascending."""
         start, stop = self.tp * self.dp * pp, self.tp * self.dp * (pp + 1)
-        if ep is not None and self.ep > 1:
-            assert tp is not None, "experts are cut by tp: name the tensor rank"
-            return range(start + tp + self.tp * ep, stop, self.tp * self.ep)
-        return range(start, stop) if tp is None else range(start + tp, stop, self.tp)
+        if tp is None:
+            return range(start, stop)
+        return range(start + tp, stop, self.tp) if ep is None else range(start + tp + self.tp * ep, stop, self.tp * self.ep)
 
     def __str__(self) -> str:
         return f"tp={self.tp} pp={self.pp} dp={self.dp}" + (f" ep={self.ep}" if self.ep > 1 else "")

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.errors import LayoutError
-from engine.resharding.boxes import Box, volume
+from engine.resharding.boxes import Box, full_box, volume
+from engine.resharding.catalog import LogicalTensor
 
 Ranks = range | tuple[int, ...]
 """Ascending global ranks; a range where possible, so that membership and position cost nothing at 4,096 ranks."""
@@ -38,9 +39,11 @@ class Cell(NamedTuple):
 class Holdings:
     """Everything one rank holds."""
 
+    owner: str
+    """What the rank belongs to, for error messages: `Megatron tp=2 pp=1 dp=1`."""
     rank: int
-    tensors: Mapping[str, tuple[int, ...]]
-    """Logical shape of every tensor of the model."""
+    tensors: Mapping[str, LogicalTensor]
+    """Every logical tensor of the model, held here or not."""
     pieces: tuple[Piece, ...]
     params: Mapping[str, tuple[int, ...]]
     """Shape of every local parameter the pieces lie in, padding included."""
@@ -58,25 +61,25 @@ class Holdings:
 class Sharding(ABC):
     """How a set of ranks holds a model. Subclasses say, per logical tensor, which box each rank has and where it lies.
 
-    `tensors` are the logical tensors (Hugging Face name -> shape) it holds; `ranks[i]` is the global rank of its i-th
-    rank (Megatron's or vLLM's own numbering), so that two shardings can share ranks, overlap, or be disjoint.
+    `ranks[i]` is the global rank of the sharding's i-th rank (Megatron's or vLLM's own numbering), so two shardings can
+    live on the same ranks, overlap, or be disjoint.
     """
 
     name: str
-    tensors: Mapping[str, tuple[int, ...]]
-    ranks: Sequence[int]
+    tensors: Mapping[str, LogicalTensor]
+    ranks: Ranks
 
     @abstractmethod
-    def key(self, tensor: str) -> Hashable:
+    def key(self, tensor: LogicalTensor) -> Hashable:
         """Tensors of equal key and shape have equal cells: what makes planning of huge models cheap."""
 
     @abstractmethod
-    def cells(self, tensor: str) -> tuple[Cell, ...]:
+    def cells(self, tensor: LogicalTensor) -> list[Cell]:
         """The distinct slices of `tensor` that ranks hold. Ranks with nothing of it appear in no cell."""
 
     @abstractmethod
-    def place(self, tensor: str, box: Box, rank: int) -> Iterator[Piece]:
-        """Where `rank`, which holds `box`, keeps it: one or more pieces that cover the box exactly once."""
+    def place(self, tensor: LogicalTensor, box: Box, rank: int) -> Iterator[Piece]:
+        """Where `rank`, which holds `box`, keeps it: pieces that cover the box exactly once (twice for a tied copy)."""
 
     @abstractmethod
     def local_params(self, rank: int) -> dict[str, tuple[int, ...]]:
@@ -96,20 +99,49 @@ class Sharding(ABC):
         if rank not in self.ranks:
             raise LayoutError(f"{self.name}: rank {rank} is not one of its {len(self.ranks)} ranks")
         pieces = [piece for tensor, box in self.held(rank) for piece in self.place(tensor, box, rank)]
-        return Holdings(rank, self.tensors, tuple(pieces), self.local_params(rank), self.untouched)
+        return Holdings(self.name, rank, self.tensors, tuple(pieces), self.local_params(rank), self.untouched)
 
-    def held(self, rank: int) -> Iterator[tuple[str, Box]]:
+    def held(self, rank: int) -> Iterator[tuple[LogicalTensor, Box]]:
         """The boxes of every logical tensor that global `rank` holds, in catalog order."""
         own: dict[Hashable, list[Box]] = {}
-        for tensor, shape in self.tensors.items():
-            key = (self.key(tensor), shape)
+        for tensor in self.tensors.values():
+            key = (self.key(tensor), tensor.shape)
             if key not in own:
-                own[key] = [cell.box for cell in self.cells(tensor) if rank in cell.ranks and volume(cell.box)]
+                own[key] = [cell.box for cell in self.cells(tensor) if rank in cell.ranks]
             for box in own[key]:
                 yield tensor, box
 
 
-@lru_cache(maxsize=4096)
+class FullSharding(Sharding):
+    """Every rank holds the whole of every tensor under its own name: what gathering everything leads to."""
+
+    def __init__(self, tensors: Mapping[str, LogicalTensor], ranks: Ranks):
+        self.name, self.tensors, self.ranks = "full copies", tensors, ranks
+
+    def key(self, tensor: LogicalTensor) -> Hashable:
+        return None
+
+    def cells(self, tensor: LogicalTensor) -> list[Cell]:
+        return [Cell(full_box(tensor.shape), globalise(range(len(self.ranks)), self.ranks))]
+
+    def place(self, tensor: LogicalTensor, box: Box, rank: int) -> Iterator[Piece]:
+        yield Piece(tensor.name, box, tensor.name, (0,) * len(box))
+
+    def local_params(self, rank: int) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+
+def merge_cells(cells: Iterator[Cell]) -> list[Cell]:
+    """Drop empty boxes and join the ranks of equal ones (replicated kv heads, a tied copy on the last stage)."""
+    ranks_of: dict[Box, Ranks] = {}
+    for box, ranks in cells:
+        if not volume(box) or not len(ranks):
+            continue
+        ranks_of[box] = tuple(sorted({*ranks_of[box], *ranks})) if box in ranks_of else ranks
+    return [Cell(box, ranks) for box, ranks in ranks_of.items()]
+
+
+@lru_cache(maxsize=65536)
 def globalise(ranks: Ranks, mapping: Ranks) -> Ranks:
     """Global ranks of a sharding's own `ranks`: `mapping[i]` for each i, ascending; a range stays one where it can."""
     if isinstance(ranks, range) and isinstance(mapping, range) and mapping.step == 1:
