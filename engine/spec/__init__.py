@@ -21,14 +21,29 @@ from engine.spec.evaluation import Evaluation, ModelEvaluation, PromptScores, Sa
 from engine.spec.gate import GatePolicy, GuardMetric, Limit, PrimaryMetric
 from engine.spec.job import RunResult, RunSpec, dump_spec, hash_spec, load_spec, parse_spec
 from engine.spec.prepare import FileSource, GeneratedSource, PrepareSpec, PromptSetSpec
-from engine.spec.reward import ExactMatchReward, LengthReward, ReasoningGymReward, Reward
+from engine.spec.reward import (
+    CodeReward,
+    ExactMatchReward,
+    JsonSchemaReward,
+    JudgeReward,
+    LengthReward,
+    MathVerifyReward,
+    NumericMatchReward,
+    ReasoningGymReward,
+    RegexReward,
+    Reward,
+    reward_names,
+)
 from engine.spec.tracking import TrackingSpec
 from engine.spec.train import OptimizerSpec, RolloutSpec, TrainSpec
 
 __all__ = [
-    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "ReMax", "ReinforcePP", "SafeRLHF", "Algorithm", "EvaluateSpec", "EvaluatedModel", "Evaluation",
-    "ExactMatchReward", "FileSource", "FixedKL", "GatePolicy", "GeneratedSource", "GuardMetric", "LengthReward",
-    "Limit", "ModelEvaluation", "OptimizerSpec", "PrepareSpec", "PrimaryMetric", "PromptScores", "PromptSetSpec",
-    "ReasoningGymReward", "Reward", "RolloutSpec", "RunResult", "RunSpec", "SampleRecord", "TrackingSpec",
-    "TrainSpec", "dump_spec", "hash_spec", "load_spec", "parse_spec",
+    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "Algorithm", "EvaluateSpec",
+    "EvaluatedModel", "Evaluation", "ExactMatchReward", "FileSource", "FixedKL", "GatePolicy", "GeneratedSource",
+    "GuardMetric", "LengthReward", "Limit", "ModelEvaluation", "OptimizerSpec", "PrepareSpec", "PrimaryMetric",
+    "PromptScores", "PromptSetSpec", "ReMax", "ReasoningGymReward", "ReinforcePP", "Reward", "RolloutSpec",
+    "RunResult", "RunSpec", "SafeRLHF", "SampleRecord", "TrackingSpec", "TrainSpec", "dump_spec", "hash_spec",
+    "load_spec", "parse_spec",
+    "CodeReward", "JsonSchemaReward", "JudgeReward", "MathVerifyReward", "NumericMatchReward", "RegexReward",
+    "reward_names",
 ]
