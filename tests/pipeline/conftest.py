@@ -1,11 +1,17 @@
-"""Servers that tests of the pipeline share: started once a session."""
+"""Servers that tests of the pipeline share (started once a session), and a deployment with a stand-in for the engine."""
 
+import json
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tasks.launchers import local, processes
 from tests.mlflow_server import MlflowServer
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +28,40 @@ def mlflow_uri(mlflow_server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> 
     """The server's address, set as MLFLOW_TRACKING_URI for this test."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.uri)
     return mlflow_server.uri
+
+
+
+
+def write_engine(path: Path) -> Path:
+    """An executable that behaves as the engine's interpreter would: `PATH -u -m engine STAGE JOB_DIR`."""
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_ENGINE}" "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+class Deployment:
+    """A RATCHET_HOME of its own."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        self.plan_file = home / "plan.json"
+        self.plan({})
+
+    def plan(self, behaviours: dict[str, list[dict]]) -> None:
+        """What the stand-in does, by task and attempt."""
+        self.plan_file.write_text(json.dumps(behaviours))
+
+
+@pytest.fixture
+def deployment(tmp_path, monkeypatch):
+    """RATCHET_HOME in a temporary directory; no process of its jobs outlives the test."""
+    made = Deployment(tmp_path)
+    monkeypatch.setenv("RATCHET_HOME", str(tmp_path))
+    monkeypatch.setenv("RATCHET_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("RATCHET_ENGINE_PYTHON", str(write_engine(tmp_path / "python")))
+    monkeypatch.setenv("RATCHET_FAKE_PLAN", str(made.plan_file))
+    monkeypatch.delenv("RATCHET_GPUS", raising=False)
+    yield made
+    for record in (tmp_path / "jobs").glob("**/job.json"):
+        local.kill(record.parent)
+        assert not processes.processes_of(record.parent)

@@ -1,0 +1,8 @@
+"""The assets that the DAGs tell each other about."""
+
+from airflow.sdk import Asset
+
+CANDIDATE = Asset("candidate", uri="ratchet://candidate")
+"""A model version waits for its review. `extra`: model, version, run_uri."""
+CHAMPION = Asset("champion", uri="ratchet://champion")
+"""The model in production changed. `extra`: model, version, export_uri, weights_hash."""

@@ -1,0 +1,186 @@
+"""Airflow operators: one runs an engine job, one decides whether later tasks run, one asks a person or a policy."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from airflow.providers.standard.operators.hitl import ApprovalOperator
+from airflow.sdk import BaseOperator, ResumableJobMixin, SkipMixin
+from airflow.sdk.definitions.context import Context
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
+from engine.spec import RunResult
+from engine.spec.base import Spec
+from engine.spec.job import LOG_FILE
+from tasks import deployment, jobs, launchers
+from tasks.joblog import LogFollower, readable
+from tasks.stages import Decision
+
+POLL_S = 0.5
+REATTACH_LINES = 30
+"""Lines of the past that a task shows when it takes over a running job."""
+
+NEVER_RETRIED = {EXIT_REFUSED: "refused", EXIT_NUMERICS: "numerics"}
+
+
+@contextlib.contextmanager
+def airflow_errors() -> Iterator[None]:
+    """Ratchet's errors as Airflow's: what a person must mend is not retried, what a retry can mend is."""
+    try:
+        yield
+    except RefusedError as error:
+        raise AirflowFailException(f"{type(error).__name__}: {error}") from None
+    except FaultError as error:
+        raise AirflowException(f"{type(error).__name__}: {error}") from None
+
+
+class EngineOperator(ResumableJobMixin, BaseOperator):
+    """Run one engine job: submit it or take over the one that is there, show its log, return its result.
+
+    The job's directory depends on the DAG run and the task only, so a try that starts after a crash finds the job of the
+    try before it, whether that was recorded or not.
+    """
+
+    external_id_key = "engine_job"
+
+    def __init__(self, *, spec: Callable[[Context], Spec], **kwargs: Any):
+        """Args: spec: makes the job's spec when the task runs."""
+        super().__init__(**kwargs)
+        self.make_spec = spec
+        self._killed = False
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Returns: `RunResult` as a dictionary: URIs and a few numbers."""
+        with airflow_errors():
+            self._launcher = launchers.configured()
+            self._spec = self.make_spec(context)
+            ti = context["ti"]
+            self._directory = jobs.job_directory(
+                deployment.home(), ti.dag_id, ti.run_id, ti.task_id, ti.map_index if ti.map_index is not None else -1)
+            self.log.info("Job directory: %s", self._directory)
+            return self.execute_resumable(context)
+
+    def submit_job(self, context: Context) -> str:
+        """Start the job, or adopt it."""
+        force = bool(context["params"].get("force", False))
+        submission = jobs.submit(self._directory, self._spec, self._launcher, force=force)
+        state = submission.state
+        self.log.info("%s attempt %d (%s)", "Adopted" if submission.adopted else "Started", state.attempt, state.phase)
+        self._adopted = submission.adopted
+        return str(self._directory)
+
+    def get_job_status(self, external_id: Any, context: Context) -> str:
+        """The phase of the job; `changed` when its directory is for another spec than this task's now."""
+        self._adopted = True
+        if external_id != str(self._directory) or jobs.spec_changes(self._directory, self._spec):
+            return "changed"
+        return jobs.state_of(self._directory, self._launcher).phase
+
+    def is_job_active(self, status: str) -> bool:
+        """Whether there is something to wait for."""
+        return status == "running"
+
+    def is_job_succeeded(self, status: str) -> bool:
+        """Whether the result is there."""
+        return status == "done"
+
+    def poll_until_complete(self, external_id: Any, context: Context) -> dict[str, Any]:
+        """Show the log until the job has ended; its result.
+
+        Raises:
+            AirflowFailException: exit 2 or 4, never retried. AirflowException: any other end but 0.
+        """
+        follower = LogFollower(self._directory / LOG_FILE, last_lines=REATTACH_LINES if self._adopted else None)
+        while True:
+            state = jobs.state_of(self._directory, self._launcher)
+            ended = state.phase != "running"
+            lines = follower.lines(final=ended)
+            for line in lines:
+                self.log.info("%s", readable(line))
+            if self._killed:
+                raise AirflowException("the task was stopped; its engine job has been ended")
+            if ended:
+                break
+            time.sleep(POLL_S)
+        if state.phase != "done":
+            raise self._failure(state, lines)
+        return self.get_job_result(external_id, context)
+
+    def get_job_result(self, external_id: Any, context: Context) -> dict[str, Any]:
+        """The result of a finished job."""
+        result = jobs.read_result(self._directory)
+        assert isinstance(result, RunResult), f"{self._directory}: done without a result"
+        return result.model_dump()
+
+    def on_kill(self) -> None:
+        """End the engine's processes. Airflow goes on with `execute` afterwards and kills this process 5 s later."""
+        self._killed = True
+        if hasattr(self, "_directory"):
+            jobs.kill(self._directory, self._launcher)
+
+    def _failure(self, state: jobs.JobState, lines: list[str]) -> AirflowException:
+        said = next((line for line in reversed(lines) if line.startswith("error:")), "")
+        if state.phase == "lost":
+            how = "its processes are gone and left no exit code"
+        elif state.signal:
+            how = f"it was ended by signal {state.signal}"
+        else:
+            how = f"exit code {state.exit_code}"
+        message = f"{self._spec.stage} attempt {state.attempt}: {how}; {said or f'see {self._directory / LOG_FILE}'}"
+        if state.signal is None and state.exit_code in NEVER_RETRIED:
+            return AirflowFailException(f"{message} ({NEVER_RETRIED[state.exit_code]}: not retried)")
+        return AirflowException(message)
+
+
+class GoOnOperator(BaseOperator, SkipMixin):
+    """Let the tasks after it run, or skip at once all those that would be skipped one after the other."""
+
+    inherits_from_skipmixin = True
+
+    def __init__(self, *, decide: Callable[[Context], Decision], **kwargs: Any):
+        """Args: decide: says whether to go on, and why."""
+        super().__init__(**kwargs)
+        self.decide = decide
+
+    def execute(self, context: Context) -> str:
+        """Returns: the reason; it is kept before the tasks are skipped."""
+        with airflow_errors():
+            decision = self.decide(context)
+        self.log.info("%s: %s", "Going on" if decision.go_on else "Stopping", decision.reason)
+        if not decision.go_on:
+            context["ti"].xcom_push(key="return_value", value=decision.reason)
+            self.skip(ti=context["ti"], tasks=self.dependants())
+        return decision.reason
+
+    def dependants(self) -> list[Any]:
+        """Tasks that need this one, up to those whose trigger rule accepts skipped tasks."""
+        found: dict[str, Any] = {}
+        queue = list(self.downstream_list)
+        while queue:
+            task = queue.pop()
+            if task.task_id not in found and task.trigger_rule == "all_success":
+                found[task.task_id] = task
+                queue.extend(task.downstream_list)
+        return list(found.values())
+
+
+class PolicyApprovalOperator(ApprovalOperator):
+    """Airflow's approval, answered at once where the policy of the gate says `automatic`."""
+
+    def __init__(self, *, policy: Callable[[Context], tuple[bool, timedelta]], **kwargs: Any):
+        """Args: policy: whether approval is automatic, and how long a person may take."""
+        super().__init__(defaults=self.REJECT, **kwargs)
+        self.policy = policy
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Returns: the answer, in the form that a person's has."""
+        with airflow_errors():
+            automatic, timeout = self.policy(context)
+        if automatic:
+            self.log.info("The gate passed and its policy is `automatic`: approved")
+            return {"chosen_options": [self.APPROVE], "params_input": {}, "responded_by_user": None}
+        self.response_timeout = timeout
+        return super().execute(context)

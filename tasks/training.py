@@ -1,0 +1,132 @@
+"""What the tasks of `train_ppo` do besides running engine jobs: begin the run, describe its jobs, register the candidate."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from airflow.sdk.definitions.context import Context
+
+from engine.errors import ModelError, SpecError
+from engine.layout import check_generation_layout, check_layout, read_model_shape
+from engine.spec import RunResult, TrackingSpec, hash_spec
+from engine.spec.base import Spec
+from engine.store import is_s3
+from tasks import deployment, pipeline, registry, runs, stages, tracking
+from tasks.assets import CANDIDATE
+from tasks.operators import airflow_errors
+
+
+def begin(**context: Any) -> dict[str, str]:
+    """Check everything that can be checked before a process starts, open the MLflow run, write the run's file."""
+    with airflow_errors():
+        params, ti = context["params"], context["ti"]
+        plan = stages.resolve(
+            pipeline.read_preset(deployment.presets(), params["preset"]),
+            stages.Form(**{name: params.get(name) for name in stages.Form.__dataclass_fields__}),
+            pipeline.read_yaml(params.get("override") or "", "override"))
+        if plan.stages.count > deployment.max_stages():
+            raise SpecError(f"stages.count: {plan.stages.count} stages, but this deployment's DAG has "
+                            f"{deployment.max_stages()}; set RATCHET_MAX_STAGES for its scheduler and workers, or fewer stages")
+        base, version = base_model(plan)
+        check_model(plan, base)
+        deployment.engine_python()
+        parent = tracking.parent_run(
+            plan.registry.experiment, f"{ti.dag_id}/{ti.run_id}", name=f"{params['preset']} {ti.run_id}",
+            lineage=tracking.Lineage(base_model=version or base, airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id,
+                                     spec_hash=hash_spec(plan)))
+        if parent is None:
+            raise SpecError("MLFLOW_TRACKING_URI is not set, so there is no registry for the candidate; set it for the workers")
+        root = runs.run_root(ti.dag_id, ti.run_id)
+        runs.write_run(root, runs.RunFile(
+            pipeline=plan, preset=params["preset"], base_model=base, base_version=version, tracking=parent,
+            dag_id=ti.dag_id, run_id=ti.run_id, force=bool(params.get("force"))))
+        return {"root": root, "base_model": base, "mlflow": tracking.run_url(parent)}
+
+
+def base_model(plan: pipeline.Pipeline) -> tuple[str, str]:
+    """URI of the model to start from, and its registry version (empty for the preset's base model)."""
+    if plan.start_from == "champion":
+        champion = registry.read(plan.registry.model, registry.CHAMPION)
+        if champion is not None:
+            return champion.export_uri, champion.label
+    return stages.absolute_uri(plan.model, str(deployment.home())), ""
+
+
+def check_model(plan: pipeline.Pipeline, uri: str) -> None:
+    """Refuse a model that is not there, or that the layouts do not divide. On S3 the engine looks, after the download.
+
+    Raises:
+        ModelError, LayoutError.
+    """
+    if is_s3(uri):
+        return
+    if not os.path.isdir(uri):
+        raise ModelError(f"model: {uri} is not a directory; make it, or give a Hugging Face directory")
+    shape = read_model_shape(uri)
+    train = plan.spec_of("train")
+    check_layout(shape, train.layout)
+    check_generation_layout(shape, train.rollout.layout)
+    check_generation_layout(shape, plan.spec_of("evaluate").layout)
+
+
+def job(context: Context, *, build: Callable[..., Spec], needs: tuple[str, ...] = (), stage: int | None = None) -> Spec:
+    """The spec of one of the run's jobs.
+
+    Args:
+        context: of the task.
+        build: makes the spec from a `stages.Run` (and the stage): pure.
+        needs: tasks whose results it needs.
+        stage: number of the stage, for the jobs of one; they share its MLflow run.
+    """
+    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    if stage is None:
+        return build(view(file, context, needs, TrackingSpec()))
+    nested = tracking.stage_run(file.tracking, f"stage_{stage}", lineage=tracking.Lineage(
+        base_model=file.base_version or file.base_model, airflow_dag_id=file.dag_id, airflow_run_id=file.run_id))
+    return build(view(file, context, needs, nested), stage)
+
+
+def go_on(context: Context, *, stage: int) -> stages.Decision:
+    """Whether another stage follows this one."""
+    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    needed = tuple(stages.evaluate_task(k) for k in range(max(1, stage - 1), stage + 1))
+    run = view(file, context, needed, TrackingSpec())
+    return stages.decide(file.pipeline, stage, stages.evaluations_of(run.results))
+
+
+def register(**context: Any) -> dict[str, Any]:
+    """Register the model of the last stage as the candidate and announce it: the asset event starts the review."""
+    with airflow_errors():
+        ti = context["ti"]
+        root = runs.run_root(ti.dag_id, ti.run_id)
+        file = runs.read_run(root)
+        count = min(file.pipeline.stages.count, deployment.max_stages())
+        tasks = [name(k) for k in range(1, count + 1) for name in (stages.train_task, stages.evaluate_task)]
+        run = view(file, context, ("prepare", *tasks), file.tracking)
+        last = stages.last_stage(file.pipeline, stages.evaluations_of(run.results))
+        train, evaluation = run.results[stages.train_task(last)], run.results[stages.evaluate_task(last)]
+        export = stages.output(run, stages.train_task(last), "export")
+        name = file.pipeline.registry.model
+        champion = registry.read(name, registry.CHAMPION)
+        version = registry.register_candidate(name, registry.CandidateFiles(
+            export_uri=export, weights_hash=train.hashes["weights"], run_id=file.tracking.run_id or "",
+            spec_hash=train.hashes.get("spec", ""), prompts_hash=evaluation.hashes.get("prompts", ""), run_uri=root,
+            base="" if champion is None else champion.version, metrics=evaluation.metrics))
+        runs.write_candidate(root, runs.CandidateFile(
+            model=name, version=version.version, stage=last, export_uri=export, weights_hash=version.weights_hash,
+            prompts=stages.output(run, "prepare", "prompts"), training=train.metrics))
+        tracking.finish_run(file.tracking, status="FINISHED", metrics=evaluation.metrics)
+        announcement = {"model": name, "version": version.version, "run_uri": root}
+        context["outlet_events"][CANDIDATE].extra = announcement
+        return {**announcement, "stage": last}
+
+
+def view(file: runs.RunFile, context: Context, needs: tuple[str, ...], where: TrackingSpec) -> stages.Run:
+    """The run as its jobs see it: with the results of the tasks in `needs` that have one."""
+    results = {}
+    for task in needs:
+        found = context["ti"].xcom_pull(task_ids=task)
+        if found is not None:
+            results[task] = RunResult.model_validate(found)
+    return stages.Run(pipeline=file.pipeline, root=runs.run_root(file.dag_id, file.run_id),
+                      evaluations=runs.evaluation_cache(), base_model=file.base_model, results=results, tracking=where)

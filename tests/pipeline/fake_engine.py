@@ -1,0 +1,94 @@
+"""Stands in for `python -u -m engine STAGE JOB_DIR` in tests of the other side of the process boundary.
+
+What a job does is read from the JSON file that RATCHET_FAKE_PLAN names: for each task (the end of the job directory's
+path) a list of behaviours, one an attempt, the last one for all later attempts. A behaviour may hold `seconds` to run,
+`exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die by), `half_line` (to die in),
+`result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def behaviour_of(directory: Path, attempt: int) -> dict:
+    """What this attempt of this job shall do."""
+    plan = json.loads(Path(os.environ["RATCHET_FAKE_PLAN"]).read_text())
+    for task, attempts in plan.items():
+        if str(directory).endswith(task):
+            return attempts[min(attempt, len(attempts)) - 1]
+    return {}
+
+
+def default_result(stage: str, directory: Path, spec: dict) -> dict:
+    """A result of the right shape, its files included."""
+    if stage == "prepare":
+        Path(spec["output"]).mkdir(parents=True, exist_ok=True)
+        return {"outputs": {"prompts": spec["output"]}, "hashes": {"prompts": "p" * 64}}
+    if stage == "train":
+        export = Path(spec["export_dir"])
+        export.mkdir(parents=True, exist_ok=True)
+        (export / "model.safetensors").write_bytes(str(export).encode())
+        from engine.store import hash_model_dir
+
+        return {"outputs": {"checkpoint": spec["checkpoint_dir"], "export": str(export)}, "policy_version": 3,
+                "hashes": {"weights": hash_model_dir(export), "spec": "s" * 64}, "metrics": {"reward/mean": 0.5}}
+    return evaluation(directory, spec)
+
+
+def evaluation(directory: Path, spec: dict) -> dict:
+    """60 prompts a model; the base fails them all, every other model solves what its score says."""
+    from engine.store import hash_model_dir
+
+    scores = json.loads(os.environ.get("RATCHET_FAKE_SCORES", "{}"))
+    models, metrics = [], {}
+    for model in spec["models"]:
+        # Models are recognised by what they are, not by what this evaluation calls them: like weights would be.
+        score = next((v for part, v in scores.items() if part in model["uri"]), 0.0)
+        prompts = [{"id": f"p{i}", "task": "t", "greedy": float(i < 60 * score), "sampled": [float(i < 60 * score)] * 2,
+                    "lengths": [4, 4, 4]} for i in range(60)]
+        models.append({"model": model["name"], "uri": model["uri"], "weights_hash": hash_model_dir(model["uri"]),
+                       "prompts_hash": "p" * 64, "settings_hash": "e" * 64, "prompts": prompts,
+                       "metrics": {"mean_reward": score}})
+        metrics[f"{model['name']}/mean_reward"] = score
+    path = directory / "evaluation.json"
+    path.write_text(json.dumps({"schema_version": 1, "pass_threshold": 1.0, "models": models}))
+    return {"outputs": {"evaluation": str(path)}, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
+
+
+def main() -> int:
+    """Act as an engine process."""
+    stage, directory = sys.argv[-2], Path(sys.argv[-1])
+    spec = json.loads((directory / "spec.json").read_text())
+    while not (directory / "job.json").exists():
+        time.sleep(0.01)
+    do = behaviour_of(directory, json.loads((directory / "job.json").read_text())["attempt"])
+    if do.get("ignore_sigterm"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(json.dumps({"event": "start", "s": 0.0, "stage": stage}), flush=True)
+    for _ in range(do.get("children", 0)):
+        subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)
+    for line in do.get("say", []):
+        print(line, flush=True)
+    (directory / "started").touch()
+    time.sleep(do.get("seconds", 0))
+    if "half_line" in do:
+        print(do["half_line"], end="", flush=True)
+    if "signal" in do:
+        os.kill(os.getpid(), do["signal"])
+    if do.get("exit", 0):
+        print(f"error: {stage}: the plan says so", file=sys.stderr, flush=True)
+        return do["exit"]
+    result = {"stage": stage, **default_result(stage, directory, spec), **do.get("result", {})}
+    (directory / "result.json").write_text("{torn" if do.get("torn") else json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
