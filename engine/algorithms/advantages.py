@@ -1,7 +1,7 @@
 """How much better each token was than expected: GAE, and the estimators that need no critic.
 
-Group estimators take the scores of all ranks ([N], gathered) with each row's group id, and the caller takes its own rows
-from the result; so a group may lie on several ranks or microbatches, and groups may differ in size.
+Group estimators take the scores of all ranks ([N], gathered) with each row's group id, and the caller takes its own
+rows from the result; so a group may lie on several ranks or microbatches, and groups may differ in size.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,12 @@ def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float, *, bootstrap: Tensor | None = None
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the unmasked tokens of each row.
+    """Generalised advantage estimation over the unmasked tokens of each row, which end the episode.
+
+    To bootstrap a response that was cut off from the value v after its last token, add gamma * v to its last reward:
+    `rewards + token_rewards(gamma * v, mask)`.
 
     Args:
         rewards: [B, R] token rewards.
@@ -37,22 +40,20 @@ def gae(
             and the token before it is followed by the next unmasked one.
         gamma: discount per step.
         gae_lambda: 1 is Monte Carlo, 0 is one-step TD.
-        bootstrap: [B] value after the last token, for responses that were cut off; None: 0, the episode ended.
     Returns:
         (advantages, returns), both [B, R], 0 in masked slots; returns = advantages + values.
     Source: Schulman et al., arXiv:1506.02438, eq. 16.
     """
     check_shapes(mask, rewards=rewards, values=values)
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
-    next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
-    running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
+    next_value = running = values.new_zeros(len(values))
     for slot in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, slot]
         error = rewards[:, slot] + gamma * next_value - values[:, slot]
         running = torch.where(here, error + gamma * gae_lambda * running, running)
         next_value = torch.where(here, values[:, slot], next_value)
-        advantages[:, slot] = torch.where(here, running, advantages[:, slot])
+        advantages[:, slot] = zero_masked(running, here)
     return advantages, zero_masked(advantages + values, mask)
 
 

@@ -1,12 +1,12 @@
 """KL divergence to the reference, from sampled tokens or from whole distributions, and its controller.
 
-Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference), for a token drawn from the policy, with
-d = logprob - reference logprob:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
+Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference), for a token drawn from the policy,
+with d = logprob - reference logprob:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
 k1 and k3 have the KL as their mean, k3 is never negative; k2 is biased but its gradient is not.
 
-As a penalty in the reward only k1 gives the policy the gradient of the KL (the others shape the reward, see docs).
-As a loss none of them does when differentiated naively: k1's gradient is zero in the mean, k3's is that of the reverse KL.
-`kl_loss` therefore takes the value of the estimator and the gradient of the KL itself.
+As a penalty in the reward only k1 gives the policy the gradient of the KL; the others shape the reward.
+As a loss, k1 and k3 have a wrong gradient when differentiated as they stand: k1's is zero in the mean, k3's is that of
+the reverse KL. `kl_loss` therefore takes the value of the estimator and the gradient of the KL itself.
 """
 
 from typing import Literal
@@ -45,9 +45,10 @@ def kl_loss(
     """[B, R] KL estimates of the trained policy whose gradient is, in the mean, the gradient of the KL.
 
     The tokens were drawn from the old policy, so each estimate is weighted with w = policy / old. The gradient of
-    w * k3 is w * d * grad(logprob), without bias; k1's differs from it only by a term of mean zero, and k2's is the same
-    with w held constant. So every estimator gets this gradient, and the value that is logged is the value that is trained.
-    It is the gradient at the states that were visited; their own dependence on the policy belongs to the reward.
+    w * k3 is w * d * grad(logprob), without bias; that of w * k1 differs from it only by a term of mean zero, and that
+    of k2 is the same with w held constant. So every estimator gets this gradient, and the value that is logged is the
+    value that is trained. It is the gradient at the states that were visited; their own dependence on the policy
+    belongs to the reward.
 
     Args:
         logprobs: [B, R] of the policy being trained.

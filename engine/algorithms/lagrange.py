@@ -1,4 +1,4 @@
-"""Safe-RLHF's constraint: maximise the reward while the mean cost stays under a limit (Dai et al., arXiv:2310.12773)."""
+"""Safe-RLHF's constraint: the most reward with the mean cost under a limit (Dai et al., arXiv:2310.12773)."""
 
 import math
 

@@ -1,7 +1,8 @@
 """Policy, value and entropy losses. Each is `sum(weights * per-token loss)`.
 
-The weights come from `token_weights`, whose denominator is counted over the whole minibatch (all ranks, all microbatches)
-before the first forward. So the loss of a minibatch is the plain sum of its microbatches' losses, and so is the gradient.
+The weights come from `token_weights`, whose denominator is counted over the whole minibatch (all ranks, all
+microbatches) before the first forward. So the loss of a minibatch is the plain sum of its microbatches' losses, and so is
+the gradient.
 
 Every policy loss returns (scalar loss, sums). The sums are detached scalars that add up over microbatches and ranks:
 `tokens`, `clipped_tokens`, `kl_to_old` (k3 estimate of KL(old || new), nats), `ratio`.

@@ -14,7 +14,8 @@ def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
         raise ValueError(f"mask has dtype {mask.dtype}; it must be torch.bool")
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the mask has {tuple(mask.shape)}; they must be equal")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the mask has {tuple(mask.shape)}; they must be equal")
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -64,3 +65,8 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, *, centre: bool = True
     if not centre:
         scaled = scaled + mean
     return zero_masked(scaled.to(values.dtype), mask)
+
+
+def nonfinite_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """[B] bool: the row has NaN or infinity in an unmasked slot."""
+    return (~values.isfinite() & mask).any(dim=1)

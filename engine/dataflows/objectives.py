@@ -1,8 +1,8 @@
 """What the actor's and the critic's workers minimise: the spec's choice of losses, over the fields of a batch.
 
-A worker counts the denominator of a minibatch first, adds it over its data-parallel ranks, and then calls `loss` on each
-microbatch. The losses and gradients of all microbatches on all ranks simply add up. So do the sums that come with them,
-which `metrics` turns into the numbers of docs/metrics.md.
+A worker counts the denominator of a minibatch first, adds it over its data-parallel ranks, and then calls `loss` on
+each microbatch. The losses and gradients of all microbatches on all ranks simply add up. So do the sums that come with
+them, which `metrics` turns into the numbers of docs/metrics.md.
 """
 
 from dataclasses import dataclass

@@ -268,10 +268,11 @@ class ReinforcePP(PolicyAlgorithm):
     @model_validator(mode="after")
     def _baseline_has_a_group(self) -> Self:
         if self.group_baseline and self.samples_per_prompt < 2:
-            raise ValueError(f"samples_per_prompt: group_baseline compares responses to one prompt and needs at least 2, "
-                             f"not {self.samples_per_prompt}")
+            raise ValueError(f"samples_per_prompt: group_baseline compares responses to one prompt and needs at least "
+                             f"2, not {self.samples_per_prompt}")
         if self.group_baseline and self.gamma != 1:
-            raise ValueError(f"gamma: group_baseline gives a response one advantage and reads no discount; remove {self.gamma}")
+            raise ValueError(f"gamma {self.gamma}: group_baseline gives a response one advantage without discount; "
+                             f"remove the field")
         return self
 
 

@@ -100,7 +100,8 @@ class TrainSpec(Spec):
     def _critic_where_needed(self):
         kind = self.algorithm.kind
         if self.algorithm.needs_critic and self.critic is None:
-            raise ValueError(f"critic: algorithm {kind} trains a critic; give it an optimizer, for example {{lr: 1.0e-5}}")
+            raise ValueError(
+                f"critic: algorithm {kind} trains a critic; give it an optimizer, for example {{lr: 1.0e-5}}")
         if not self.algorithm.needs_critic and self.critic is not None:
             raise ValueError(f"critic: algorithm {kind} has no critic; remove the field")
         return self
