@@ -1,13 +1,22 @@
 """The MLflow model registry: candidates, the champion, and moving from one to the other.
 
-A version is one exported Hugging Face directory. MLflow refuses sources outside a run's artifacts, so the version's source
-is its run and the directory's URI is the tag `ratchet.export`.
+A version is one exported Hugging Face directory. MLflow refuses sources outside a run's artifacts, so a version's
+source is a note in its run's artifacts and the directory's URI is the tag `ratchet.export`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.errors import RefusedError
+from tasks.tracking import mlflow_client
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous_champion"
+STATUS = "ratchet.status"
+"""Tag: `candidate`, `champion`, `replaced`, `rejected` or `rolled_back`."""
+REVIEW_TAG = "review"
+"""Tag that a person sets in MLflow's UI: `approve` or `reject`."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +30,17 @@ class Version:
     weights_hash: str
     run_id: str
     tags: Mapping[str, str]
+    aliases: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """`name/3`."""
         return f"{self.model}/{self.version}"
+
+    @property
+    def status(self) -> str:
+        """`candidate`, `champion`, `replaced`, `rejected` or `rolled_back`; empty for one that Ratchet did not make."""
+        return self.tags.get(STATUS, "")
 
 
 @dataclass(frozen=True)
@@ -36,13 +51,13 @@ class CandidateFiles:
     weights_hash: str
     run_id: str
     """MLflow run that made it: a retry with the same run and hash finds the version instead of making another."""
+    run_uri: str = ""
+    """Where the run keeps its files; tag `ratchet.run`."""
     spec_hash: str = ""
     prompts_hash: str = ""
-    run_uri: str = ""
-    """Directory of the pipeline run that made it (tag `ratchet.run`): its review reads the settings there."""
     base: str = ""
-    """Champion version number it was trained from or compared with; empty: none."""
-    metrics: Mapping[str, float] | None = None
+    """Version number of the champion it was trained from or compared with; empty: none."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class Decision:
     gate: str = ""
     """Gate result as Markdown; goes to the version's description."""
     url: str = ""
-    """Airflow run of the decision."""
+    """Airflow run of the decision; a rollback tried again with the same one is not done twice."""
 
 
 class RegistryConflict(RuntimeError):
@@ -63,37 +78,214 @@ class RegistryConflict(RuntimeError):
 
 
 def register_candidate(model: str, files: CandidateFiles) -> Version:
-    """Make the version (or find it, on a retry) and point the alias `candidate` at it."""
-    raise NotImplementedError
+    """Make the version (or find it, on a retry) and point the alias `candidate` at it.
+
+    A retry moves the alias neither back from a newer candidate nor onto a version that was decided on.
+    """
+    if not files.run_id:
+        raise RefusedError(f"candidate of {model}: it has no MLflow run; a version needs the run that made it")
+    with mlflow_client() as client:
+        _ensure_model(client, model)
+        version = _find(client, model, files) or _create(client, model, files)
+        pointed = _by_alias(client, model, CANDIDATE)
+        if version.status == CANDIDATE and (pointed is None or int(pointed.version) < int(version.version)):
+            client.set_registered_model_alias(model, CANDIDATE, version.version)
+        return _read(client, model, version.version)
 
 
 def read(model: str, alias_or_version: str) -> Version | None:
     """The version behind an alias or a number; None when there is none."""
-    raise NotImplementedError
+    with mlflow_client() as client:
+        return _by_number(client, model, alias_or_version) if alias_or_version.isdigit() else (
+            _by_alias(client, model, alias_or_version))
+
+
+def review_of(version: Version) -> str | None:
+    """What a person decided in MLflow's own UI by the tag `review`: `approve`, `reject`, or None.
+
+    Raises:
+        RegistryConflict: the tag says something else.
+    """
+    said = version.tags.get(REVIEW_TAG, "").strip().lower()
+    if said not in ("", "approve", "reject"):
+        raise RegistryConflict(f"{version.label}: tag {REVIEW_TAG}={said!r} is neither `approve` nor `reject`; mend it")
+    return said or None
 
 
 def promote(candidate: Version, *, base: Version | None, files_hash: str, decision: Decision) -> Version:
     """Make `candidate` the champion; the champion of before becomes `previous_champion`. Idempotent.
+
+    The alias `champion` moves in one request, before everything else: a kill at any point leaves the old champion or
+    the new one, and a retry completes the rest.
 
     Args:
         candidate: the version whose evidence was judged.
         base: the champion it was compared with, None when there was none.
         files_hash: weights hash of the export's files now.
     Raises:
-        RegistryConflict: the champion is neither `base` nor `candidate`, or the files are not those evaluated.
+        RegistryConflict: the champion is neither `base` nor `candidate`, the files are not those evaluated, or the
+            version was rejected or rolled back meanwhile.
     """
-    raise NotImplementedError
+    with mlflow_client() as client:
+        now, champion = _read(client, candidate.model, candidate.version), _by_alias(client, candidate.model, CHAMPION)
+        _check_promotion(now, champion, base, candidate.weights_hash, files_hash)
+        if champion is None or champion.version != now.version:
+            client.set_registered_model_alias(now.model, CHAMPION, now.version)
+            _check_moved(client, now)
+        if base is not None and base.version != now.version:
+            client.set_registered_model_alias(now.model, PREVIOUS, base.version)
+            _tag(client, base, {STATUS: "replaced", "ratchet.replaced_by": now.version})
+        _decide(client, now, CHAMPION, decision, {"ratchet.replaces": base.version if base else ""})
+        _drop_alias(client, now, CANDIDATE)
+        return _read(client, now.model, now.version)
 
 
 def reject(candidate: Version, decision: Decision) -> None:
-    """Keep the reason as tags, and take the alias `candidate` away if it still points here. Idempotent."""
-    raise NotImplementedError
+    """Keep the reason as tags, and take the alias `candidate` away if it still points here. Idempotent.
+
+    Raises:
+        RegistryConflict: the version is the champion meanwhile.
+    """
+    with mlflow_client() as client:
+        now = _read(client, candidate.model, candidate.version)
+        if CHAMPION in now.aliases:
+            raise RegistryConflict(f"{now.label} is the champion and cannot be rejected; use rollback")
+        _decide(client, now, "rejected", decision, {})
+        _drop_alias(client, now, CANDIDATE)
 
 
 def rollback(model: str, decision: Decision, *, to: str | None = None) -> Version:
-    """Point `champion` at `previous_champion` (or at version `to`) and remember the one left.
+    """Point `champion` at `previous_champion` (or at version `to`) and mark the one left `rolled_back`.
+
+    `previous_champion` then points at the version that the restored one had replaced, if there was one that was not
+    itself rolled back. With the same `decision.url` it is done once.
 
     Raises:
-        RegistryConflict: there is nothing to go back to.
+        RegistryConflict: there is no champion, or nothing to go back to.
     """
-    raise NotImplementedError
+    with mlflow_client() as client:
+        left = _by_alias(client, model, CHAMPION)
+        if left is None:
+            raise RegistryConflict(f"{model} has no champion to roll back from")
+        if decision.url and left.tags.get("ratchet.restored_by_run") == decision.url:
+            target = left  # an earlier try of this rollback moved the alias; complete the rest
+        else:
+            target = _by_number(client, model, to) if to else _by_alias(client, model, PREVIOUS)
+            if target is None or target.version == left.version:
+                wanted = f"version {to}" if to else f"alias {PREVIOUS}"
+                raise RegistryConflict(f"{left.label}: nothing to roll back to ({wanted} is absent or the champion)")
+            # The notes first: after the alias has moved, a retry could not tell which version was left.
+            _tag(client, target, {"ratchet.restored_by_run": decision.url, "ratchet.restored_from": left.version})
+            _decide(client, left, "rolled_back", decision, {})
+            client.set_registered_model_alias(model, CHAMPION, target.version)
+        _tag(client, target, {STATUS: CHAMPION})
+        older = _by_number(client, model, target.tags.get("ratchet.replaces", ""))
+        if older is not None and older.status != "rolled_back":
+            client.set_registered_model_alias(model, PREVIOUS, older.version)
+        else:
+            _drop_alias(client, _read(client, model, target.version), PREVIOUS)
+        return _read(client, model, target.version)
+
+
+def _check_promotion(now: Version, champion: Version | None, base: Version | None, evaluated: str, files: str) -> None:
+    if now.status in ("rejected", "rolled_back"):
+        raise RegistryConflict(f"{now.label} was {now.status} by {now.tags.get('ratchet.decided_by', '?')}: "
+                               f"{now.tags.get('ratchet.reason', '')}; register a new candidate")
+    if not files or not evaluated == files == now.weights_hash:
+        raise RegistryConflict(
+            f"{now.label}: files have hash {files[:12]!r}, evaluated were {evaluated[:12]!r}, registered "
+            f"{now.weights_hash[:12]!r}; evaluate the files that are there")
+    current = champion.version if champion else "none"
+    expected = base.version if base else "none"
+    if current not in (expected, now.version):
+        raise RegistryConflict(f"{now.label} was compared with champion {expected}, but the champion is {current} now; "
+                               "review it again")
+
+
+def _check_moved(client: Any, version: Version) -> None:
+    # MLflow has no compare-and-set: a promotion at the same moment shows here.
+    champion = _by_alias(client, version.model, CHAMPION)
+    if champion is None or champion.version != version.version:
+        current = champion.version if champion else "none"
+        raise RegistryConflict(f"{version.label}: another promotion made {current} the champion at the same moment")
+
+
+def _ensure_model(client: Any, model: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(model)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _find(client: Any, model: str, files: CandidateFiles) -> Version | None:
+    found = client.search_model_versions(f"name='{model}' and run_id='{files.run_id}'")
+    same = [v for v in found if v.tags.get("ratchet.weights_hash") == files.weights_hash]
+    return _read(client, model, min(same, key=lambda v: int(v.version)).version) if same else None
+
+
+def _create(client: Any, model: str, files: CandidateFiles) -> Version:
+    tags = {STATUS: CANDIDATE, "ratchet.export": files.export_uri, "ratchet.weights_hash": files.weights_hash,
+            "ratchet.spec_hash": files.spec_hash, "ratchet.prompts_hash": files.prompts_hash,
+            "ratchet.base": files.base, "ratchet.run": files.run_uri,
+            **{f"eval.{name}": f"{value:.6g}" for name, value in files.metrics.items()}}
+    tags = {key: value for key, value in tags.items() if value}
+    client.log_dict(files.run_id, tags, "model/version.json")
+    made = client.create_model_version(model, source=f"runs:/{files.run_id}/model", run_id=files.run_id, tags=tags)
+    return _version(made)
+
+
+def _read(client: Any, model: str, number: str) -> Version:
+    return _version(client.get_model_version(model, number))
+
+
+def _by_number(client: Any, model: str, number: str) -> Version | None:
+    return _absent_is_none(lambda: client.get_model_version(model, number)) if number else None
+
+
+def _by_alias(client: Any, model: str, alias: str) -> Version | None:
+    return _absent_is_none(lambda: client.get_model_version_by_alias(model, alias))
+
+
+def _absent_is_none(get: Any) -> Version | None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return _version(get())
+    except MlflowException as error:
+        # An unknown alias is an invalid parameter to MLflow, an unknown model or number is absent.
+        absent = error.error_code == "RESOURCE_DOES_NOT_EXIST" or (
+            error.error_code == "INVALID_PARAMETER_VALUE" and "not found" in error.message)
+        if absent:
+            return None
+        raise
+
+
+def _version(found: Any) -> Version:
+    tags = dict(found.tags)
+    return Version(model=found.name, version=str(found.version), export_uri=tags.get("ratchet.export", ""),
+                   weights_hash=tags.get("ratchet.weights_hash", ""), run_id=found.run_id or "", tags=tags,
+                   aliases=tuple(found.aliases))
+
+
+def _decide(client: Any, version: Version, status: str, decision: Decision, more: Mapping[str, str]) -> None:
+    decided = {"ratchet.decided_by": decision.by, "ratchet.reason": decision.reason, "ratchet.decided_in": decision.url}
+    if version.status != status:  # a retry keeps the time of the decision
+        decided["ratchet.decided_at"] = datetime.now(UTC).isoformat(timespec="seconds")
+    if decision.gate:
+        client.update_model_version(version.model, version.version, description=decision.gate)
+    # The status last: where it is, the rest is.
+    _tag(client, version, {**decided, **more, STATUS: status})
+
+
+def _tag(client: Any, version: Version, tags: Mapping[str, str]) -> None:
+    for key, value in tags.items():
+        if version.tags.get(key, "") != value:
+            client.set_model_version_tag(version.model, version.version, key, value)
+
+
+def _drop_alias(client: Any, version: Version, alias: str) -> None:
+    if alias in version.aliases:
+        client.delete_registered_model_alias(version.model, alias)
