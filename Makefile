@@ -1,0 +1,59 @@
+# `make demo` and `make test` build what is missing. Everything lives in this folder: .venv/ and .ratchet/.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+
+ENGINE ?= cpu
+PRESET ?= default
+BENCH ?= $(filter-out __%,$(notdir $(basename $(wildcard benchmarks/*.py))))
+PIPELINE_BENCHMARKS := dag_parse
+
+engine := .venv/engine/bin/python
+pipeline := .venv/pipeline/bin/python
+
+.PHONY: help setup check lint types test test-fast demo bench chaos lock clean
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+setup:  ## Build both environments from the lock files (ENGINE=cpu|gpu)
+	@for python in python3.11 python3 python; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+	    exec $$python requirements/environments.py --engine $(ENGINE); \
+	  fi; \
+	done; \
+	echo "error: Python 3.11 is needed and none of python3.11, python3, python is one; install it (Debian: python3.11 python3.11-venv; or pyenv, conda) and put it on PATH" >&2; \
+	exit 2
+
+check: lint types test-fast  ## Lint, types, fast tests
+
+lint: setup
+	@.venv/pipeline/bin/ruff check .
+
+types: setup
+	@.venv/pipeline/bin/mypy
+
+test: setup  ## All tests
+	@bash tests/run.sh -m "not chaos"
+
+test-fast: setup  ## Tests without the slow ones
+	@bash tests/run.sh -m "not chaos and not slow"
+
+demo: setup  ## Train, review and promote a model on this machine (PRESET=default|tiny)
+	@exec $(pipeline) examples/demo.py --preset $(PRESET)
+
+bench: setup  ## All benchmarks, or BENCH="rollout iteration"
+	@for name in $(BENCH); do \
+	  case " $(PIPELINE_BENCHMARKS) " in *" $$name "*) python=$(pipeline);; *) python=$(engine);; esac; \
+	  echo "== benchmarks/$$name.py"; $$python benchmarks/$$name.py; \
+	done
+
+chaos: setup  ## Kill a pipeline again and again: it must end with the same weights
+	@$(pipeline) -m pytest tests/pipeline -m chaos
+
+lock:  ## Resolve requirements/*.in into the lock files (UPGRADE=1 takes newer versions)
+	@bash requirements/lock.sh $(if $(UPGRADE),--upgrade)
+
+clean:  ## Remove environments, local state and caches
+	@rm -rf .venv .ratchet .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs tests/engine in the engine's environment and tests/pipeline in the pipeline's, whatever the first one says, and
+# prints pytest's closing lines last. Arguments go to pytest. The worst exit code wins; a suite without tests fails.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+logs=.ratchet/tests
+mkdir -p "$logs" && rm -f "$logs"/*.log
+worst=0
+for suite in engine pipeline; do
+  echo "== tests/$suite in .venv/$suite"
+  ".venv/$suite/bin/python" -m pytest "tests/$suite" --color="$([ -t 1 ] && echo yes || echo no)" "$@" 2>&1 \
+    | tee "$logs/$suite.log"
+  code=${PIPESTATUS[0]}
+  [ "$code" -gt "$worst" ] && worst=$code
+  [ "$code" -eq 5 ] && echo "error: no test ran in tests/$suite" | tee -a "$logs/$suite.log"
+  [ "$code" -eq 130 ] && break
+done
+echo
+for suite in engine pipeline; do
+  [ -f "$logs/$suite.log" ] && echo "$suite:" && tail -n 1 "$logs/$suite.log"
+done
+exit "$worst"
