@@ -1,0 +1,109 @@
+"""Logprobs and entropies of chosen tokens from hidden states, the vocabulary divided over tp ranks.
+
+Never holds more than one [N, V / tp] matrix: logits are computed, reduced, and in backward turned into their own
+gradient in place. Temporaries are a few rows at a time.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits worked on at once."""
+
+
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_start: int,
+                   group: dist.ProcessGroup, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ W^T / temperature) at `targets`, differentiable in hidden and weight.
+
+    Args:
+        hidden: [N, hidden], equal on all tp ranks. Its gradient is this rank's share: the caller sums over tp.
+        weight: [rows, hidden], this rank's rows of the output matrix, without padding; may be empty.
+        targets: [N] int64 token ids.
+        temperature: what the sampler divided its logits by.
+        vocab_start: token id of the first row.
+        group: the tp ranks.
+        with_entropy: also return the entropy of each distribution (one more pass over the logits).
+    Returns:
+        [N] float32 logprobs and, if asked for, [N] float32 entropies in nats; equal on all tp ranks.
+    """
+    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden, weight, targets, 1.0 / temperature, vocab_start, group, with_entropy, keep)
+    return logprobs, entropy if with_entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, vocab_start: int,
+                group: dist.ProcessGroup, with_entropy: bool, keep: bool) -> tuple[Tensor, Tensor]:
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        local = targets - vocab_start
+        mine = (local >= 0) & (local < vocab)
+        local = local.clamp(0, max(0, vocab - 1))
+        logits = hidden.new_empty(rows if keep else 0, vocab)
+        largest = torch.full((rows,), -torch.inf, dtype=torch.float32, device=hidden.device)
+        # Rows of `sums`: sum of exp(z - max), the target's z, sum of z exp(z - max).
+        sums = torch.zeros(3, rows, dtype=torch.float32, device=hidden.device)
+        for part in _chunks(rows, vocab):
+            raw = torch.mm(hidden[part], weight.t(), out=logits[part]) if keep else hidden[part] @ weight.t()
+            z = raw.float() * scale if scale != 1.0 else raw.float()
+            largest[part] = z.amax(dim=1)
+            weights = torch.exp(z - largest[part, None])
+            sums[0, part] = weights.sum(dim=1)
+            sums[1, part] = z.gather(1, local[part, None]).squeeze(1) * mine[part]
+            if with_entropy:
+                sums[2, part] = weights.mul_(z).sum(dim=1)
+        total_exp, target, total_z = _reduce(largest, sums, group)
+        lse = largest + total_exp.log()
+        logprobs = target - lse
+        entropy = lse - total_z / total_exp if with_entropy else lse.new_zeros(0)
+        ctx.save_for_backward(hidden, weight, local, mine, lse, entropy)
+        ctx.logits, ctx.scale, ctx.with_entropy = logits, scale, with_entropy
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, mine, lse, entropy = ctx.saved_tensors
+        gradient = ctx.logits
+        for part in _chunks(*gradient.shape):
+            g = grad_logprobs[part, None]
+            raw = gradient[part]
+            log_p = (raw.float() * ctx.scale if ctx.scale != 1.0 else raw.float()).sub_(lse[part, None])
+            if ctx.with_entropy:
+                # dH/dz_j = -p_j (log p_j + H)
+                h = grad_entropy[part, None]
+                factor = log_p.add(entropy[part, None]).mul_(-h).sub_(g)
+                dz = log_p.exp_().mul_(factor)
+            else:
+                dz = log_p.exp_().mul_(-g)
+            dz.scatter_add_(1, local[part, None], g * mine[part, None])
+            if ctx.scale != 1.0:
+                dz.mul_(ctx.scale)
+            if dz.data_ptr() != raw.data_ptr():
+                raw.copy_(dz)
+        grad_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = gradient.t() @ hidden if ctx.needs_input_grad[1] else None
+        # The logits have become their gradient: a second backward would use garbage.
+        ctx.logits = None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _chunks(rows: int, vocab: int) -> list[slice]:
+    if not vocab:
+        return []
+    step = max(1, CHUNK_ELEMENTS // vocab)
+    return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+def _reduce(largest: Tensor, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Bring the sums of all tp ranks to the common maximum, in place, and add them up."""
+    if group.size() == 1:
+        return sums
+    own = largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    sums[0::2] *= torch.exp(own - largest)
+    dist.all_reduce(sums, group=group)
+    return sums

@@ -1,0 +1,163 @@
+"""A GPTModel that ends in hidden states, built from a Hugging Face `config.json`, with an unfused layer of our own parts.
+
+The head (logprobs or values) is applied by the caller, at response positions only: see `logprobs.py`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from engine.backends.megatron.config import ModelConfig, Rope, read_model_config, transformer_config
+from engine.backends.megatron.parallel import World
+from engine.resharding.megatron import padded_vocab_size
+
+Head = Literal["logprobs", "values"]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm in Megatron's layer spec; unlike Megatron's wrapper it allows sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        # Under sequence parallelism each tp rank sees other tokens: Megatron sums the gradients of marked weights.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(MegatronModule):
+    """Rotary embedding and torch's scaled_dot_product_attention, causal, for rows that are padded on the right.
+
+    Padding needs no mask: it stands after every real token, and its own outputs are never read.
+    """
+
+    def __init__(self, config: TransformerConfig, **unused: Any):
+        super().__init__(config=config)
+        self.rotary: Rotary | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **unused: Any) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [T, b, heads, head_dim]; key, value: [T, b, kv heads, head_dim].
+        Returns:
+            [T, b, heads * head_dim].
+        """
+        assert attention_mask is None and self.rotary is not None
+        cos, sin = self.rotary.tables(query.shape[0], query.dtype)
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        context = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3),
+            is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class Rotary:
+    """Cosine and sine tables of a model, computed once and shared by its layers."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device):
+        self._frequencies = rope.inverse_frequencies(head_dim).to(device)
+        self._tables = torch.empty(2, 0)
+
+    def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [length, 1, 1, head_dim]."""
+        if self._tables.shape[1] < length or self._tables.dtype != dtype:
+            positions = torch.arange(length, device=self._frequencies.device, dtype=torch.float32)
+            angles = torch.outer(positions, self._frequencies).repeat(1, 2)[:, None, None, :]
+            self._tables = torch.stack([angles.cos(), angles.sin()]).to(dtype)
+        cos, sin = self._tables[:, :length]
+        return cos, sin
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class CausalLM(GPTModel):
+    """GPTModel whose output is [T / sp, b, hidden] after the final norm (last stage) or after its layers."""
+
+    vocab_size_unpadded: int
+    value_head: torch.nn.Linear | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        """input_ids: [b, T], T a multiple of tp under sequence parallelism; read on the first stage only."""
+        return super().forward(input_ids=input_ids, position_ids=None, attention_mask=None)
+
+    def _postprocess(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """[rows, hidden]: this tp rank's rows of the output matrix, without vocabulary padding."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights \
+            else self.output_layer.weight
+        rows = min(weight.shape[0], max(0, self.vocab_size_unpadded - self.vocab_start()))
+        # Slicing costs a copy of the gradient: not where nothing is padded.
+        return weight if rows == weight.shape[0] else weight[:rows]
+
+    def vocab_start(self) -> int:
+        """First token id of this tp rank's rows."""
+        return self.vocab_size // self.tp_group.size() * self.tp_group.rank()
+
+
+def build_model(model_dir: str | Path, world: World, head: Head, *, sequence_parallel: bool = False,
+                random_init: bool = False) -> CausalLM:
+    """This rank's part of the model in a Hugging Face directory, with parameters that are still to be loaded.
+
+    Args:
+        model_dir: with `config.json`; weights are loaded by `engine.resharding`.
+        world: the rank's place.
+        head: `logprobs` keeps the language-model head; `values` replaces it by Linear(hidden, 1), started at zero.
+        sequence_parallel: divide norms and residuals over tp ranks by tokens.
+        random_init: draw the parameters (tests, models from scratch) instead of leaving them uninitialised.
+    Raises:
+        ModelError: the model has a feature that is not supported.
+        LayoutError: the layout does not divide the model.
+    """
+    model = read_model_config(model_dir)
+    config = transformer_config(model, world, sequence_parallel=sequence_parallel, random_init=random_init)
+    built = CausalLM(
+        config,
+        _block_spec(config),
+        vocab_size=padded_vocab_size(model.shape.vocab_size, world.layout.tp),
+        max_sequence_length=model.max_positions,
+        pre_process=world.is_first_stage,
+        post_process=world.is_last_stage,
+        share_embeddings_and_output_weights=model.shape.tied_embeddings and head == "logprobs",
+        position_embedding_type="none",
+    )
+    built.vocab_size_unpadded = model.shape.vocab_size
+    rotary = Rotary(model.rope, model.shape.head_dim, world.device)
+    for layer in built.decoder.layers:
+        layer.self_attention.core_attention.rotary = rotary
+    if head == "values" and world.is_last_stage:
+        _replace_head(built, model, config)
+    return built
+
+
+def _replace_head(model: CausalLM, config: ModelConfig, megatron: TransformerConfig) -> None:
+    model.output_layer = None
+    model.value_head = torch.nn.Linear(
+        config.shape.hidden_size, 1, bias=False, dtype=megatron.params_dtype, device=torch.cuda.current_device())
+    # Zero values make the first advantages the rewards themselves; a random head would add noise to them.
+    torch.nn.init.zeros_(model.value_head.weight)
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * (config.num_layers // stages), layer_norm=RMSNorm)
