@@ -52,7 +52,9 @@ class ParallelLayout:
         start, stop = self.tp * self.dp * pp, self.tp * self.dp * (pp + 1)
         if tp is None:
             return range(start, stop)
-        return range(start + tp, stop, self.tp) if ep is None else range(start + tp + self.tp * ep, stop, self.tp * self.ep)
+        if ep is None:
+            return range(start + tp, stop, self.tp)
+        return range(start + tp + self.tp * ep, stop, self.tp * self.ep)
 
     def __str__(self) -> str:
         return f"tp={self.tp} pp={self.pp} dp={self.dp}" + (f" ep={self.ep}" if self.ep > 1 else "")
@@ -122,7 +124,8 @@ def read_model_shape(model_dir: str | Path) -> ModelShape:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {model_dir}: cannot read config.json ({error}); give a Hugging Face directory") from None
+        raise ModelError(
+            f"model {model_dir}: cannot read config.json ({error}); give a Hugging Face directory") from None
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ModelError(f"model {model_dir}: family {family!r} is not supported; known: {', '.join(FAMILIES)}")
@@ -160,14 +163,17 @@ def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     for name, size in widths:
         if size % layout.tp:
             divisors = [d for d in range(1, shape.num_heads + 1) if all(width % d == 0 for _, width in widths)]
-            raise LayoutError(f"layout tp={layout.tp} does not divide {size} {name}; tp can be one of {divisors[:8]}")
+            raise LayoutError(
+                f"layout tp={layout.tp} does not divide {size} {name}; tp can be one of {divisors[:8]}")
     if shape.num_kv_heads % layout.tp and layout.tp % shape.num_kv_heads:
         raise LayoutError(f"layout tp={layout.tp} and {shape.num_kv_heads} kv heads: one must divide the other")
     if layout.dp % layout.ep or max(shape.num_experts, 1) % layout.ep:
-        raise LayoutError(f"layout ep={layout.ep} must divide dp={layout.dp} and the model's {shape.num_experts} experts")
+        raise LayoutError(
+            f"layout ep={layout.ep} must divide dp={layout.dp} and the model's {shape.num_experts} experts")
     if shape.num_layers % layout.pp:
         divisors = [d for d in range(1, shape.num_layers + 1) if shape.num_layers % d == 0]
-        raise LayoutError(f"layout pp={layout.pp} does not divide {shape.num_layers} layers; pp can be one of {divisors}")
+        raise LayoutError(
+            f"layout pp={layout.pp} does not divide {shape.num_layers} layers; pp can be one of {divisors}")
 
 
 def check_generation_layout(shape: ModelShape, layout: GenerationLayout) -> None:

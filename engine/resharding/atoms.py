@@ -1,5 +1,6 @@
 """The slices that ranks hold of one tensor, made disjoint and quick to search. Torch-free."""
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
@@ -39,7 +40,7 @@ def _single_cut(cells: list[Cell]) -> int | None:
     if len(dims) > 1:
         return None
     dim = dims[0]
-    for left, right in zip(cells, cells[1:]):
+    for left, right in itertools.pairwise(cells):
         if left.box[:dim] != right.box[:dim] or left.box[dim + 1:] != right.box[dim + 1:]:
             return None
         if left.box[dim][1] > right.box[dim][0]:

@@ -77,7 +77,7 @@ def _layer(shape: ModelShape, layer: int) -> Iterator[LogicalTensor]:
     if shape.num_experts and layer >= getattr(shape, "num_dense_layers", 0):
         yield from _experts(shape, layer, prefix)
     else:
-        yield from _mlp(prefix + "mlp.", layer, hidden, shape.ffn_hidden_size, shape.mlp_bias)
+        yield from _mlp(prefix + "mlp.", layer, (hidden, shape.ffn_hidden_size), shape.mlp_bias)
 
 
 def _attention(shape: ModelShape) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
@@ -106,11 +106,13 @@ def _latent_attention(shape: LatentShape) -> Iterator[tuple[str, str, str, tuple
     yield "o", "o_proj", "weight", (hidden, heads * shape.v_head_dim)
 
 
-def _mlp(prefix: str, layer: int, hidden: int, width: int, bias: bool, part_prefix: str = "") -> Iterator[LogicalTensor]:
+def _mlp(prefix: str, layer: int, size: tuple[int, int], bias: bool) -> Iterator[LogicalTensor]:
+    hidden, width = size
+    kind_of_part = "shared_" if "shared" in prefix else ""
     for part, size in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-        yield LogicalTensor(f"{prefix}{part}_proj.weight", size, part_prefix + part, layer=layer)
+        yield LogicalTensor(f"{prefix}{part}_proj.weight", size, kind_of_part + part, layer=layer)
         if bias:
-            yield LogicalTensor(f"{prefix}{part}_proj.bias", size[:1], part_prefix + part, "bias", layer)
+            yield LogicalTensor(f"{prefix}{part}_proj.bias", size[:1], kind_of_part + part, "bias", layer)
 
 
 def _experts(shape: ModelShape, layer: int, prefix: str) -> Iterator[LogicalTensor]:
@@ -126,7 +128,7 @@ def _experts(shape: ModelShape, layer: int, prefix: str) -> Iterator[LogicalTens
             yield LogicalTensor(f"{base}{names[part]}.weight", size, "expert_" + part, "weight", layer, expert)
     shared = getattr(shape, "num_shared_experts", 0)
     if shared:
-        yield from _mlp(prefix + "mlp.shared_experts.", layer, hidden, shared * width, False, "shared_")
+        yield from _mlp(prefix + "mlp.shared_experts.", layer, (hidden, shared * width), False)
 
 
 def model_elements(shape: ModelShape) -> int:

@@ -110,13 +110,18 @@ class WeightSync:
         self.version = version
         return SyncReport(version, time.perf_counter() - start, **report)
 
+    def invalidate(self) -> None:
+        """The destination was given up or written over: the next `run` transfers everything, whatever the version."""
+        self.version, self._failure = None, "its memory was given up or written over since the last transfer"
+
     # -- preparation -----------------------------------------------------------------------------------------------
 
     def _handshake(self) -> dict[str, tuple[str, int]]:
         """Tell all ranks what this one has, and learn the dtype that travels for each kind of tensor."""
         memory, error, dtypes = self._memory, "", {"src": {}, "dst": {}}
         try:
-            for side, holdings, params in (("src", memory.src, memory.src_params), ("dst", memory.dst, memory.dst_params)):
+            sides = (("src", memory.src, memory.src_params), ("dst", memory.dst, memory.dst_params))
+            for side, holdings, params in sides:
                 if holdings is not None:
                     check_params(holdings, params)
                     dtypes[side] = _dtypes(holdings, params)
@@ -130,8 +135,8 @@ class WeightSync:
                 raise LayoutError(other["error"])
             for name in ("bucket", "src_name", "dst_name"):
                 if other[name] != facts[name]:
-                    raise LayoutError(f"rank {rank} has {name} {other[name]}, rank {self._plan.rank} has {facts[name]}; "
-                                      f"all ranks must transfer alike")
+                    raise LayoutError(f"rank {rank} has {name} {other[name]}, rank {self._plan.rank} has "
+                                      f"{facts[name]}; all ranks must transfer alike")
         return _wire_dtypes(everyone)
 
     def _dtype_of(self, tensor: LogicalTensor) -> tuple[str, int]:
@@ -193,9 +198,10 @@ class WeightSync:
 
     def _lost(self, bound: Bound, error: RuntimeError) -> ReshardError:
         tensor, box = bound.message.parts[0]
-        return ReshardError(f"{tensor.name} {list(box)}: rank {self._plan.rank} and rank {bound.message.peer} did not "
-                            f"complete its transfer within {self._wire.timeout_s:g} s; rank {bound.message.peer} is gone "
-                            f"or stuck ({first_line(error)})")
+        peer = bound.message.peer
+        return ReshardError(
+            f"{tensor.name} {list(box)}: its transfer between rank {self._plan.rank} and rank {peer} did not complete "
+            f"within {self._wire.timeout_s:g} s; rank {peer} is gone or stuck ({first_line(error)})")
 
 
 class _Flight:
@@ -253,15 +259,20 @@ def _dtypes(holdings: Holdings, params: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _wire_dtypes(everyone: list[dict]) -> dict[str, tuple[str, int]]:
     """What travels for each kind: the narrower of source and destination, so that a cast saves bytes."""
-    merged: dict[str, dict[str, str]] = {"src": {}, "dst": {}}
-    for side, known in merged.items():
-        for rank, facts in enumerate(everyone):
-            for kind, dtype in facts[side].items():
-                if known.setdefault(kind, dtype) != dtype:
-                    raise LayoutError(f"{kind}: rank {rank} has dtype {dtype}, other ranks {known[kind]}; one is needed")
+    src, dst = _merged_dtypes(everyone, "src"), _merged_dtypes(everyone, "dst")
     wire = {}
-    for kind in merged["src"].keys() & merged["dst"].keys():
-        have, want = (getattr(torch, merged[side][kind]) for side in ("src", "dst"))
+    for kind in src.keys() & dst.keys():
+        have, want = getattr(torch, src[kind]), getattr(torch, dst[kind])
         narrow = have if have.itemsize < want.itemsize else want
         wire[kind] = (str(narrow).removeprefix("torch."), narrow.itemsize)
     return wire
+
+
+def _merged_dtypes(everyone: list[dict], side: str) -> dict[str, str]:
+    known: dict[str, str] = {}
+    for rank, facts in enumerate(everyone):
+        for kind, dtype in facts[side].items():
+            if known.setdefault(kind, dtype) != dtype:
+                raise LayoutError(f"{kind}: {side} has dtype {dtype} on rank {rank} and {known[kind]} on others; "
+                                  f"all ranks must have the same")
+    return known

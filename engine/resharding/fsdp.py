@@ -1,12 +1,12 @@
 """Where FSDP2 keeps the logical tensors: every parameter cut along its first dimension over all ranks. Torch-free."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 from engine.layout import ModelShape
 from engine.resharding.boxes import Box, box_shape, full_box
 from engine.resharding.catalog import LogicalTensor, catalog
 from engine.resharding.rows import chunk
-from engine.resharding.sharding import Cell, Piece, Sharding, globalise, merge_cells, rank_mapping
+from engine.resharding.sharding import Cell, Piece, Sharding, merge_cells
 
 
 class FsdpSharding(Sharding):
@@ -15,10 +15,10 @@ class FsdpSharding(Sharding):
     Parameters have their Hugging Face names; a rank beyond the last chunk holds nothing of that tensor.
     """
 
-    def __init__(self, shape: ModelShape, world_size: int, *, critic: bool = False, ranks: Sequence[int] | None = None):
+    def __init__(self, shape: ModelShape, world_size: int, *, critic: bool = False):
         self.name, self.world_size = f"FSDP dp={world_size}", world_size
         self.tensors = catalog(shape, critic)
-        self.ranks = rank_mapping(ranks, world_size, self.name)
+        self.ranks = range(world_size)
 
     def key(self, tensor: LogicalTensor) -> Hashable:
         return None
@@ -26,8 +26,8 @@ class FsdpSharding(Sharding):
     def cells(self, tensor: LogicalTensor) -> list[Cell]:
         rest = full_box(tensor.shape[1:])
         return merge_cells(
-            Cell((chunk(tensor.shape[0], self.world_size, index), *rest), globalise(range(index, index + 1), self.ranks))
-            for index in range(self.world_size))
+            Cell((chunk(tensor.shape[0], self.world_size, index), *rest), (rank,))
+            for index, rank in enumerate(self.ranks))
 
     def place(self, tensor: LogicalTensor, box: Box, rank: int) -> Iterator[Piece]:
         yield Piece(tensor.name, box, tensor.name, (0,) * len(box))

@@ -4,14 +4,14 @@ Names and cuts read in the installed source: models/gpt/gpt_model.py, transforme
 transformer/mlp.py, transformer/moe/experts.py (SequentialMLP), transformer/transformer_layer.py (layer offsets).
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 from engine.errors import LayoutError
 from engine.layout import ModelShape, ParallelLayout, check_layout
 from engine.resharding.boxes import Box, box_shape, full_box
 from engine.resharding.catalog import LogicalTensor, catalog
 from engine.resharding.rows import Interval, even, padded, padded_part
-from engine.resharding.sharding import Cell, Holdings, Piece, Sharding, globalise, merge_cells, rank_mapping
+from engine.resharding.sharding import Cell, Holdings, Piece, Sharding, globalise, merge_cells
 
 _QKV = "self_attention.linear_qkv"
 _LAYER_PARAMS = {
@@ -50,13 +50,12 @@ class MegatronSharding(Sharding):
         vocab_multiple: the vocabulary is padded to a multiple of this times tp, see `padded_vocab_size`.
         critic: a backbone without language-model head; its value head is left alone.
         virtual_stages: model chunks per pipeline rank (interleaved 1F1B); above 1, names start with `model{chunk}.`.
-        ranks: global rank of each Megatron rank; None is 0 .. world size - 1.
     Raises:
         LayoutError: the layout cannot hold the model.
     """
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, *, vocab_multiple: int = 1, critic: bool = False,
-                 virtual_stages: int = 1, ranks: Sequence[int] | None = None):
+                 virtual_stages: int = 1):
         check_layout(shape, layout)
         chunks = layout.pp * virtual_stages
         if shape.num_layers % chunks or (virtual_stages > 1 and layout.pp == 1):
@@ -65,7 +64,7 @@ class MegatronSharding(Sharding):
         self.name = f"Megatron {layout}"
         self.shape, self.layout, self.critic, self.virtual_stages = shape, layout, critic, virtual_stages
         self.tensors = catalog(shape, critic)
-        self.ranks = rank_mapping(ranks, layout.world_size, self.name)
+        self.ranks = range(layout.world_size)
         self.vocab_rows = padded_vocab_size(shape.vocab_size, layout.tp, vocab_multiple)
         self._layers_per_chunk = shape.num_layers // chunks
         self._experts_per_rank = shape.num_experts // layout.ep

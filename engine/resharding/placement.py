@@ -23,6 +23,9 @@ class Placement:
         return rank // self.ranks_per_node
 
 
+PAPER_CLUSTER = Placement()
+
+
 class Exchange:
     """Who sends a slice that `holders` have to the `wanters` that lack it.
 

@@ -4,6 +4,7 @@ A rank plans only its own part. Tensors whose slices and ranks are alike (the sa
 stage) are planned once, so 4,096 ranks and hundreds of billions of parameters take well under a second.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from engine.errors import ReshardError
 from engine.resharding.atoms import Atoms
 from engine.resharding.boxes import Box, volume
 from engine.resharding.catalog import LogicalTensor
-from engine.resharding.placement import Exchange, Placement
+from engine.resharding.placement import PAPER_CLUSTER, Exchange, Placement
 from engine.resharding.sharding import Cell, Ranks, Sharding
 
 
@@ -48,7 +49,7 @@ class _Parts:
     recvs: list[Transfer] = field(default_factory=list)
 
 
-def plan_rank(src: Sharding, dst: Sharding, rank: int, placement: Placement = Placement()) -> RankPlan:
+def plan_rank(src: Sharding, dst: Sharding, rank: int, placement: Placement = PAPER_CLUSTER) -> RankPlan:
     """What `rank` keeps, sends and receives so that every rank of `dst` has what it needs.
 
     Every missing element is received exactly once, from one source: of the same node when one is there. Bytes received
@@ -129,11 +130,9 @@ def grouped_ranks(tp: int, pp: int, world_size: int, generation_tp: int, generat
     """
     dp, tp_step, pp_step = world_size // (tp * pp), tp // generation_tp, pp // generation_pp
     order = []
-    for stage in range(generation_pp):
-        # A replica: one of the dp groups, one offset within a step of tensor ranks, one within a step of stages.
-        for data in range(dp):
-            for pp_offset in range(pp_step):
-                for tp_offset in range(tp_step):
-                    order.extend(tp_offset + tp_step * index + tp * (data + dp * (stage * pp_step + pp_offset))
-                                 for index in range(generation_tp))
+    # A replica is one of the dp groups, one offset within a step of stages, one within a step of tensor ranks.
+    replicas = list(itertools.product(range(dp), range(pp_step), range(tp_step)))
+    for stage, (data, pp_offset, tp_offset) in itertools.product(range(generation_pp), replicas):
+        first = tp_offset + tp * (data + dp * (stage * pp_step + pp_offset))
+        order.extend(range(first, first + tp_step * generation_tp, tp_step))
     return tuple(order)

@@ -128,18 +128,12 @@ def _travels_as_is(view: Tensor, message: Message, device: torch.device) -> bool
 
 def _local_copies(plan: RankPlan, memory: Memory) -> tuple[list[tuple[Read, Tensor]], int, int]:
     """Copies within the rank, their bytes, and the bytes that are in place already."""
-    copies, copied, shared = [], 0, 0
-    for tensor, box in plan.local:
-        for source_box, read in reads(memory.src, memory.src_params, memory.deltas, (tensor, box)):
-            for common, view in views(memory.dst, memory.dst_params, tensor, source_box):
-                cut = relative(common, source_box)
-                delta = read.delta and LowRank(read.delta.a[:, cut[1]], read.delta.b[cut[0]], read.delta.scale)
-                part = Read(read.view[cut], delta)
-                if part.delta is None and same_memory(part.view, view):
-                    shared += view.numel() * view.element_size()
-                    continue
-                copies.append((part, view))
-                copied += view.numel() * view.element_size()
-    return copies, copied, shared
+    pairs = [(read.cut(relative(common, source_box)), view)
+             for tensor, box in plan.local
+             for source_box, read in reads(memory.src, memory.src_params, memory.deltas, (tensor, box))
+             for common, view in views(memory.dst, memory.dst_params, tensor, source_box)]
+    copies = [(read, view) for read, view in pairs if read.delta is not None or not same_memory(read.view, view)]
+    total, copied = (sum(view.numel() * view.element_size() for _, view in some) for some in (pairs, copies))
+    return copies, copied, total - copied
 
 

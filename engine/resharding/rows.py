@@ -23,7 +23,7 @@ def padded(size: int, multiple: int) -> int:
 
 
 def padded_part(size: int, parts: int, index: int, padded_size: int) -> Interval:
-    """The real rows in the index-th part of a table that was padded to `padded_size` rows; empty when all is padding."""
+    """The real rows in the index-th part of a table padded to `padded_size` rows; empty when all is padding."""
     width = padded_size // parts
     return min(size, index * width), min(size, (index + 1) * width)
 

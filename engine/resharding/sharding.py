@@ -1,10 +1,11 @@
 """What a rank holds of a model: the vocabulary every target (Megatron, vLLM, FSDP, files) describes itself in."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from engine.errors import LayoutError
 from engine.resharding.boxes import Box, full_box, volume
@@ -61,8 +62,8 @@ class Holdings:
 class Sharding(ABC):
     """How a set of ranks holds a model. Subclasses say, per logical tensor, which box each rank has and where it lies.
 
-    `ranks[i]` is the global rank of the sharding's i-th rank (Megatron's or vLLM's own numbering), so two shardings can
-    live on the same ranks, overlap, or be disjoint.
+    `ranks[i]` is the global rank of the sharding's i-th rank (Megatron's or vLLM's own numbering): 0, 1, 2 ... unless
+    it was put elsewhere with `on`, so two shardings can live on the same ranks, overlap, or be disjoint.
     """
 
     name: str
@@ -89,6 +90,18 @@ class Sharding(ABC):
     def untouched(self) -> tuple[str, ...]:
         """Prefixes of parameter names outside the pretrained model; they are neither read nor written."""
         return ()
+
+    def on(self, ranks: Sequence[int]) -> Self:
+        """The same sharding elsewhere: its i-th rank is global rank `ranks[i]`.
+
+        Raises:
+            LayoutError: another number of ranks, or one named twice.
+        """
+        if len(ranks) != len(self.ranks) or len(set(ranks)) != len(ranks):
+            raise LayoutError(f"{self.name}: needs {len(self.ranks)} distinct ranks, was given {list(ranks)[:16]}")
+        moved = copy.copy(self)
+        moved.ranks = ranks if isinstance(ranks, range) else tuple(ranks)
+        return moved
 
     def holdings(self, rank: int) -> Holdings:
         """What global `rank` holds.
@@ -148,15 +161,3 @@ def globalise(ranks: Ranks, mapping: Ranks) -> Ranks:
         return range(ranks.start + mapping.start, ranks.stop + mapping.start, ranks.step)
     return tuple(sorted(mapping[rank] for rank in ranks))
 
-
-def rank_mapping(ranks: Sequence[int] | None, world_size: int, name: str) -> Ranks:
-    """Check the global ranks given for a sharding of `world_size` ranks; None is 0 .. world_size - 1.
-
-    Raises:
-        LayoutError: another number of ranks, or one named twice.
-    """
-    if ranks is None:
-        return range(world_size)
-    if len(ranks) != world_size or len(set(ranks)) != world_size:
-        raise LayoutError(f"{name}: needs {world_size} distinct ranks, was given {list(ranks)[:16]}")
-    return ranks if isinstance(ranks, range) else tuple(ranks)

@@ -31,6 +31,11 @@ class Read(NamedTuple):
     view: Tensor
     delta: LowRank | None = None
 
+    def cut(self, index: tuple[slice, ...]) -> "Read":
+        """A part of the slice."""
+        delta = self.delta and LowRank(self.delta.a[:, index[1]], self.delta.b[index[0]], self.delta.scale)
+        return Read(self.view[index], delta)
+
     def into(self, out: Tensor) -> None:
         """Write the slice, cast to `out`'s dtype, with the update added in fp32; the parameter stays as it is."""
         if self.delta is None:
@@ -57,19 +62,24 @@ def check_params(holdings: Holdings, params: Mapping[str, Tensor]) -> None:
             raise LayoutError(f"{name}: {where} should hold shape {tuple(shape)}, found {tuple(params[name].shape)}")
     unknown = [name for name in params if name not in holdings.params and not name.startswith(holdings.untouched)]
     if unknown:
-        raise LayoutError(f"{unknown[0]}: {where} has this parameter (and {len(unknown) - 1} more) that the catalog does "
-                          f"not know; its values would be lost")
+        raise LayoutError(f"{unknown[0]}: {where} has this parameter (and {len(unknown) - 1} more) that the "
+                          f"catalog does not know; its values would be lost")
 
 
 def view_of(param: Tensor, piece: Piece, box: Box) -> Tensor:
     """`box`, a part of `piece`, as a view of the parameter that the piece lies in."""
-    lead = param.dim() - len(box)
-    index = tuple(slice(at + cut.start, at + cut.stop)
-                  for at, cut in zip(piece.at[lead:], relative(box, piece.box), strict=True))
-    return param.detach()[piece.at[:lead] + index]
+    return param.detach()[_index(piece, box)]
 
 
-def views(holdings: Holdings, params: Mapping[str, Tensor], tensor: LogicalTensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
+def _index(piece: Piece, box: Box) -> tuple[int | slice, ...]:
+    """Index of `box` in the piece's parameter: plain numbers for the dimensions the tensor does not have."""
+    lead = len(piece.at) - len(box)
+    return piece.at[:lead] + tuple(slice(at + cut.start, at + cut.stop)
+                                   for at, cut in zip(piece.at[lead:], relative(box, piece.box), strict=True))
+
+
+def views(holdings: Holdings, params: Mapping[str, Tensor], tensor: LogicalTensor,
+          box: Box) -> Iterator[tuple[Box, Tensor]]:
     """The rank's memory of `box`: sub-boxes and a view of each."""
     for piece in holdings.by_tensor.get(tensor.name, ()):
         common = intersect(piece.box, box)
@@ -85,12 +95,8 @@ def reads(holdings: Holdings, params: Mapping[str, Tensor], deltas: Mapping[str,
         common = intersect(piece.box, box)
         if common is None:
             continue
-        view, delta = view_of(params[piece.param], piece, common), deltas.get(piece.param)
-        if delta is not None:
-            rows, columns = (slice(at + cut.start, at + cut.stop)
-                             for at, cut in zip(piece.at, relative(common, piece.box), strict=True))
-            delta = LowRank(delta.a[:, columns], delta.b[rows], delta.scale)
-        yield common, Read(view, delta)
+        whole = Read(params[piece.param].detach(), deltas.get(piece.param))
+        yield common, whole.cut(_index(piece, common))
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -120,7 +126,8 @@ def shared_views(src: Holdings, dst: Holdings, src_params: Mapping[str, Tensor])
     return shared
 
 
-def _shared_view(pieces: list[Piece], shape: tuple[int, ...], src: Holdings, params: Mapping[str, Tensor]) -> Tensor | None:
+def _shared_view(pieces: list[Piece], shape: tuple[int, ...], src: Holdings,
+                 params: Mapping[str, Tensor]) -> Tensor | None:
     starts, covered, probe = set(), 0, torch.empty(shape, device="meta")
     for piece in pieces:
         for held in src.by_tensor.get(piece.tensor, ()):

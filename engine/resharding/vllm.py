@@ -4,14 +4,14 @@ Names and cuts read in the installed source: layers/linear.py (fused [Q; K; V] a
 layers/vocab_parallel_embedding.py (padding to 64), layers/fused_moe (w13 = [gate; up] and w2 per local expert).
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 from engine.errors import LayoutError
 from engine.layout import GenerationLayout, ModelShape, check_generation_layout
 from engine.resharding.boxes import Box, box_shape, full_box
 from engine.resharding.catalog import LogicalTensor, catalog
 from engine.resharding.rows import Interval, even, padded, padded_part
-from engine.resharding.sharding import Cell, Holdings, Piece, Sharding, globalise, merge_cells, rank_mapping
+from engine.resharding.sharding import Cell, Holdings, Piece, Sharding, globalise, merge_cells
 
 VOCAB_PADDING = 64
 """Rows vLLM pads its vocabulary tables to a multiple of (DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -46,25 +46,25 @@ _COLUMNS = ("o", "down")
 class VllmSharding(Sharding):
     """A model served by vLLM replicas of tp ranks each.
 
+    vLLM's external launcher makes replicas of consecutive ranks. An engine that is free to choose takes
+    `.on(grouped_ranks(...))`, HybridFlow's grouping.
+
     Args:
         shape: sizes of the model.
         layout: tp of one replica; ranks i*tp .. (i+1)*tp - 1 of the sharding form replica i.
         world_size: ranks over all replicas.
         expert_parallel: experts are distributed whole over a replica's ranks instead of each cut by tp.
-        ranks: global rank of each of the sharding's ranks; None is 0 .. world_size - 1, what vLLM's external
-            launcher needs. `grouped_ranks` in engine.resharding.plan gives HybridFlow's grouping.
     Raises:
         LayoutError: the layout cannot hold the model.
     """
 
-    def __init__(self, shape: ModelShape, layout: GenerationLayout, world_size: int, *, expert_parallel: bool = False,
-                 ranks: Sequence[int] | None = None):
+    def __init__(self, shape: ModelShape, layout: GenerationLayout, world_size: int, *, expert_parallel: bool = False):
         check_generation_layout(shape, layout)
         layout.replicas(world_size)
         self.name = f"vLLM tp={layout.tp}"
         self.shape, self.tp, self.world_size = shape, layout.tp, world_size
         self.tensors = catalog(shape)
-        self.ranks = rank_mapping(ranks, world_size, self.name)
+        self.ranks = range(world_size)
         self.vocab_rows = padded(shape.vocab_size, VOCAB_PADDING)
         if self.vocab_rows % self.tp:
             raise LayoutError(f"{self.name}: does not divide the {self.vocab_rows} rows vLLM pads the vocabulary to")
