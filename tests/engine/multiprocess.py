@@ -89,7 +89,8 @@ class Ranks:
             waiting = {self._pipes[rank]: rank for rank in range(self.world_size) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"{name}: ranks {sorted(waiting.values())} of {self.world_size} did not finish in time")
+                late = sorted(waiting.values())
+                raise RankFailed(f"{name}: ranks {late} of {self.world_size} did not finish in time")
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
@@ -143,6 +144,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             os._exit(0)
         try:
             pipe.send((True, function(*args)))
-        except BaseException:
-            # Peers may hang in a collective with this rank: the parent kills them.
+        except BaseException:  # noqa: BLE001
+            # Whatever it was, the parent has to know: peers may hang in a collective, and it kills them.
             pipe.send((False, traceback.format_exc()))

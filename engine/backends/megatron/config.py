@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from engine.backends.megatron.parallel import World
 from engine.errors import ModelError
 from engine.layout import ModelShape, check_layout, read_model_shape
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -103,7 +103,8 @@ def _read_rope(model_dir: str | Path, config: dict[str, Any]) -> Rope:
     )
 
 
-def transformer_config(model: ModelConfig, world: World, *, sequence_parallel: bool, random_init: bool) -> TransformerConfig:
+def transformer_config(model: ModelConfig, world: World, *, sequence_parallel: bool,
+                       random_init: bool) -> TransformerConfig:
     """Megatron's config: dense, pre-norm, SwiGLU; bf16 on GPU, fp32 on CPU; no fused kernels that need extra packages.
 
     Raises:

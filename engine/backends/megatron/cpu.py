@@ -1,7 +1,7 @@
 """Megatron-core 0.16.1 without CUDA: stand-ins for the device calls it makes unconditionally. Does nothing on CUDA.
 
-The only place of its kind. It changes `torch.cuda` (unusable here anyway) and names inside Megatron's own modules, never
-torch's global factories: those are used by other libraries in the process (transformers' rotary tables, vLLM).
+The only place of its kind. It changes `torch.cuda` (unusable here anyway) and names inside Megatron's own modules,
+never torch's global factories: other libraries in the process use those (transformers' rotary tables, vLLM).
 """
 
 import contextlib
@@ -77,8 +77,8 @@ def install() -> None:
         return
     if version("megatron-core") != SUPPORTED_VERSION:
         raise ImportError(
-            f"megatron-core {version('megatron-core')} on CPU: engine/backends/megatron/cpu.py knows {SUPPORTED_VERSION}; "
-            f"install that version or check the file against the new one")
+            f"megatron-core {version('megatron-core')} on CPU: engine/backends/megatron/cpu.py knows "
+            f"{SUPPORTED_VERSION}; install that version or check the file against the new one")
     torch.cuda.ratchet_stand_in = True  # type: ignore[attr-defined]
     _replace_device_calls()
     _accept_cpu_tensor_types()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from tensordict import TensorDict
 from torch import Tensor
 
 from engine.backends.megatron.logprobs import token_logprobs
 from engine.backends.megatron.model import CausalLM
 from engine.batch import response_mask
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 Outputs = dict[str, Tensor]
 """Named [b, R] float32 tensors; 0 in slots beyond a response's end."""
@@ -36,10 +36,7 @@ class LogprobHead:
         targets = batch["input_ids"][rows, batch["prompt_lengths"][rows] + slots]
         # Each tp rank's gradient is the share of its part of the vocabulary; this sums them.
         states = copy_to_tensor_model_parallel_region(states, group=model.tp_group)
-        weight = model.output_weight()
-        logprobs, entropy = token_logprobs(
-            states, weight, targets, temperature=self.temperature, vocab_start=model.vocab_start(),
-            group=model.tp_group, with_entropy=self.with_entropy)
+        logprobs, entropy = token_logprobs(states, model.vocab_shard(), targets, self.temperature, self.with_entropy)
         outputs = {"logprobs": _into_slots(logprobs, rows, slots, batch)}
         if entropy is not None:
             outputs["entropy"] = _into_slots(entropy, rows, slots, batch)

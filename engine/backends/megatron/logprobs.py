@@ -4,7 +4,8 @@ Never holds more than one [N, V / tp] matrix: logits are computed, reduced, and 
 gradient in place. Temporaries are a few rows at a time.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,65 +15,83 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits worked on at once."""
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_start: int,
-                   group: dist.ProcessGroup, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ W^T / temperature) at `targets`, differentiable in hidden and weight.
+@dataclass(frozen=True)
+class VocabShard:
+    """This tp rank's part of the output matrix."""
+
+    weight: Tensor
+    """[rows, hidden], without padding; may be empty."""
+    start: int
+    """Token id of the first row."""
+    group: dist.ProcessGroup
+    """The tp ranks."""
+
+
+class _Options(NamedTuple):
+    scale: float
+    start: int
+    group: dist.ProcessGroup
+    with_entropy: bool
+    keep_logits: bool
+
+
+def token_logprobs(hidden: Tensor, shard: VocabShard, targets: Tensor, temperature: float,
+                   with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ W^T / temperature) at `targets`, differentiable in hidden and W.
 
     Args:
         hidden: [N, hidden], equal on all tp ranks. Its gradient is this rank's share: the caller sums over tp.
-        weight: [rows, hidden], this rank's rows of the output matrix, without padding; may be empty.
+        shard: this rank's rows of W.
         targets: [N] int64 token ids.
         temperature: what the sampler divided its logits by.
-        vocab_start: token id of the first row.
-        group: the tp ranks.
         with_entropy: also return the entropy of each distribution (one more pass over the logits).
     Returns:
         [N] float32 logprobs and, if asked for, [N] float32 entropies in nats; equal on all tp ranks.
     """
-    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    logprobs, entropy = _TokenLogprobs.apply(
-        hidden, weight, targets, 1.0 / temperature, vocab_start, group, with_entropy, keep)
+    keep = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
+    options = _Options(1.0 / temperature, shard.start, shard.group, with_entropy, keep)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, shard.weight, targets, options)
     return logprobs, entropy if with_entropy else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, vocab_start: int,
-                group: dist.ProcessGroup, with_entropy: bool, keep: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
         rows, vocab = hidden.shape[0], weight.shape[0]
-        local = targets - vocab_start
+        local = targets - options.start
         mine = (local >= 0) & (local < vocab)
         local = local.clamp(0, max(0, vocab - 1))
-        logits = hidden.new_empty(rows if keep else 0, vocab)
+        logits = hidden.new_empty(rows if options.keep_logits else 0, vocab)
         largest = torch.full((rows,), -torch.inf, dtype=torch.float32, device=hidden.device)
         # Rows of `sums`: sum of exp(z - max), the target's z, sum of z exp(z - max).
         sums = torch.zeros(3, rows, dtype=torch.float32, device=hidden.device)
         for part in _chunks(rows, vocab):
-            raw = torch.mm(hidden[part], weight.t(), out=logits[part]) if keep else hidden[part] @ weight.t()
-            z = raw.float() * scale if scale != 1.0 else raw.float()
+            z = torch.mm(hidden[part], weight.t(), out=logits[part] if options.keep_logits else None).float()
+            if options.scale != 1.0:
+                z = z * options.scale
             largest[part] = z.amax(dim=1)
             weights = torch.exp(z - largest[part, None])
             sums[0, part] = weights.sum(dim=1)
             sums[1, part] = z.gather(1, local[part, None]).squeeze(1) * mine[part]
-            if with_entropy:
+            if options.with_entropy:
                 sums[2, part] = weights.mul_(z).sum(dim=1)
-        total_exp, target, total_z = _reduce(largest, sums, group)
+        total_exp, target, total_z = _reduce(largest, sums, options.group)
         lse = largest + total_exp.log()
-        logprobs = target - lse
-        entropy = lse - total_z / total_exp if with_entropy else lse.new_zeros(0)
+        entropy = lse - total_z / total_exp if options.with_entropy else lse.new_zeros(0)
         ctx.save_for_backward(hidden, weight, local, mine, lse, entropy)
-        ctx.logits, ctx.scale, ctx.with_entropy = logits, scale, with_entropy
-        return logprobs, entropy
+        ctx.logits, ctx.scale = logits, options.scale
+        ctx.set_materialize_grads(False)
+        return target - lse, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, mine, lse, entropy = ctx.saved_tensors
         gradient = ctx.logits
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         for part in _chunks(*gradient.shape):
-            g = grad_logprobs[part, None]
-            raw = gradient[part]
+            g, raw = grad_logprobs[part, None], gradient[part]
             log_p = (raw.float() * ctx.scale if ctx.scale != 1.0 else raw.float()).sub_(lse[part, None])
-            if ctx.with_entropy:
+            if grad_entropy is not None:
                 # dH/dz_j = -p_j (log p_j + H)
                 h = grad_entropy[part, None]
                 factor = log_p.add(entropy[part, None]).mul_(-h).sub_(g)

@@ -1,4 +1,4 @@
-"""A GPTModel that ends in hidden states, built from a Hugging Face `config.json`, with an unfused layer of our own parts.
+"""A GPTModel that ends in hidden states, built from a Hugging Face `config.json`, its layer made of parts of our own.
 
 The head (logprobs or values) is applied by the caller, at response positions only: see `logprobs.py`.
 """
@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.megatron.config import ModelConfig, Rope, read_model_config, transformer_config
+from engine.backends.megatron.logprobs import VocabShard
+from engine.backends.megatron.parallel import World
+from engine.resharding.megatron import padded_vocab_size
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-
-from engine.backends.megatron.config import ModelConfig, Rope, read_model_config, transformer_config
-from engine.backends.megatron.parallel import World
-from engine.resharding.megatron import padded_vocab_size
 
 Head = Literal["logprobs", "values"]
 
@@ -94,17 +95,14 @@ class CausalLM(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
         return hidden_states
 
-    def output_weight(self) -> Tensor:
-        """[rows, hidden]: this tp rank's rows of the output matrix, without vocabulary padding."""
+    def vocab_shard(self) -> VocabShard:
+        """This tp rank's rows of the output matrix, without vocabulary padding."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights \
             else self.output_layer.weight
-        rows = min(weight.shape[0], max(0, self.vocab_size_unpadded - self.vocab_start()))
+        start = weight.shape[0] * self.tp_group.rank()
+        rows = min(weight.shape[0], max(0, self.vocab_size_unpadded - start))
         # Slicing costs a copy of the gradient: not where nothing is padded.
-        return weight if rows == weight.shape[0] else weight[:rows]
-
-    def vocab_start(self) -> int:
-        """First token id of this tp rank's rows."""
-        return self.vocab_size // self.tp_group.size() * self.tp_group.rank()
+        return VocabShard(weight if rows == weight.shape[0] else weight[:rows], start, self.tp_group)
 
 
 def build_model(model_dir: str | Path, world: World, head: Head, *, sequence_parallel: bool = False,

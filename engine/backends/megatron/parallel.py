@@ -1,18 +1,14 @@
 """The ranks of a job and their process groups: Megatron's, built from a `ParallelLayout` and checked against it."""
 
-import os
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 
 from engine.errors import FaultError, LayoutError
 from engine.layout import Coords, ParallelLayout
-
-TIMEOUT_S = 1200.0
-"""A collective that a peer does not join for so long fails: longer than the slowest replica's generation."""
+from engine.ranks import TIMEOUT_S, join_ranks, local_device
+from megatron.core import parallel_state, tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def start_world(layout: ParallelLayout, seed: int = 0, timeout_s: float = TIMEOU
         LayoutError: the job has another number of ranks than the layout needs.
         FaultError: Megatron built other groups than the layout says.
     """
-    _join(timeout_s)
+    join_ranks(timeout_s)
     size = dist.get_world_size()
     if size != layout.world_size:
         raise LayoutError(
@@ -113,7 +109,7 @@ def start_world(layout: ParallelLayout, seed: int = 0, timeout_s: float = TIMEOU
         model_parallel=parallel_state.get_model_parallel_group(),
     )
     _check_groups(layout, groups)
-    return World(layout=layout, rank=dist.get_rank(), device=_device(), groups=groups)
+    return World(layout=layout, rank=dist.get_rank(), device=local_device(), groups=groups)
 
 
 def stop_world() -> None:
@@ -122,30 +118,6 @@ def stop_world() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _join(timeout_s: float) -> None:
-    if dist.is_initialized():
-        return
-    timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(_device())
-    if "RANK" in os.environ:
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # All peers are on this machine: gloo must neither resolve the host's name nor listen outside.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 def _check_groups(layout: ParallelLayout, groups: Groups) -> None:

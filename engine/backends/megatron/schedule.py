@@ -14,7 +14,8 @@ def check_schedule(spec: OptimizerSpec, total_steps: int) -> None:
     """
     steps = spec.decay_steps or total_steps
     if spec.schedule != "constant" and spec.warmup_steps >= steps:
-        raise SpecError(f"warmup_steps {spec.warmup_steps} is not below the {steps} steps of the {spec.schedule} schedule")
+        raise SpecError(
+            f"warmup_steps {spec.warmup_steps} is not below the {steps} steps of the {spec.schedule} schedule")
 
 
 def learning_rate(step: int, spec: OptimizerSpec, total_steps: int) -> float:

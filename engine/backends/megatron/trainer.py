@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -20,14 +19,16 @@ from engine.backends.megatron.parallel import World
 from engine.batch import pack, response_mask, total_lengths, trim
 from engine.errors import NumericsError
 from engine.layout import read_model_shape
+from engine.resharding.load import load_hf
 from engine.resharding.megatron import MegatronSharding
 from engine.spec.train import OptimizerSpec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 log = logging.getLogger(__name__)
 
 LossFn = Callable[[Outputs, TensorDict], tuple[Tensor, dict[str, Tensor]]]
-"""(outputs of a microbatch, the microbatch) -> (loss, metrics), both as contributions that add up: a sum over the
-microbatch's tokens or rows, divided by the denominator of the whole minibatch over all ranks."""
+"""(outputs of a microbatch, the microbatch) -> (loss, sums), both as contributions that add up over microbatches and
+ranks: the loss is a sum over tokens or rows, divided by the denominator of the whole minibatch over all ranks."""
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -42,7 +43,8 @@ class StepReport:
     lr: float
     skipped: bool
     """Loss or gradient was not finite: parameters and optimizer are as before."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    """What the loss function returned beside the loss, added up over microbatches and replicas."""
 
 
 class Model:
@@ -72,7 +74,7 @@ class Model:
             batch: the rows of this replica, the same on all its ranks.
             output_fn: applied to each microbatch's hidden states on the last stage.
         Returns:
-            Named [B, R] float32 tensors in the order of the batch's rows, on every rank of the replica.
+            Named [B, R] float32 tensors in the order of the batch's rows, on its device, on every rank of the replica.
         """
         parts = self._pack(batch)
         pieces = self._run(parts, output_fn, loss_fn=None)
@@ -81,7 +83,8 @@ class Model:
             for name, value in piece.items():
                 whole = outputs.setdefault(name, value.new_zeros(batch["rollout_logprobs"].shape))
                 whole[rows, : value.shape[1]] = value
-        return self._from_last_stage(outputs, batch)
+        device = batch["input_ids"].device
+        return {name: value.to(device) for name, value in self._from_last_stage(outputs, batch).items()}
 
     def _from_last_stage(self, outputs: Outputs, batch: TensorDict) -> Outputs:
         if self.world.layout.pp == 1:
@@ -113,12 +116,11 @@ class Model:
 
             def loss_of(hidden: Tensor):
                 outputs = output_fn(self.network, hidden, microbatch)
-                loss, metrics = loss_fn(outputs, microbatch)
+                loss, sums = loss_fn(outputs, microbatch)
                 bad = _rows_not_finite(loss, outputs, microbatch)
-                report = {**metrics, "loss": loss}
                 # The schedule works on the loss in place: report a copy.
-                return loss, torch.zeros((), dtype=torch.int), (
-                    {name: value.detach().clone() for name, value in report.items()}, bad)
+                report = {name: value.detach().clone() for name, value in {**sums, "loss": loss}.items()}
+                return loss, torch.zeros((), dtype=torch.int), (report, bad)
 
             return hidden, loss_of if loss_fn else outputs_of
 
@@ -167,8 +169,8 @@ class TrainedModel(Model):
         """
         self.optimizer.zero_grad()
         pieces = self._run(self._pack(batch), output_fn, loss_fn)
-        metrics = self._reduce_metrics([metrics for metrics, _ in pieces])
-        loss = metrics.pop("loss")
+        sums = self._add_up([sums for sums, _ in pieces])
+        loss = sums["loss"]
         grad_norm = self.optimizer.grad_norm()
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         lr = self.optimizer.step(grad_norm, skip=skipped)
@@ -176,14 +178,14 @@ class TrainedModel(Model):
             self._report_skipped(loss, grad_norm, [sample for _, bad in pieces for sample in bad])
         else:
             self.skipped_in_a_row = 0
-        return StepReport(loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped, metrics=metrics)
+        return StepReport(loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped, sums=sums)
 
-    def _reduce_metrics(self, pieces: list[dict[str, Tensor]]) -> dict[str, float]:
+    def _add_up(self, pieces: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sum contributions over microbatches and replicas; every rank gets the result."""
         result: list[Any] = [None]
         if self.world.is_last_stage:
             names = list(pieces[0])
-            sums = torch.stack([sum(piece[name].float() for piece in pieces) for name in names])
+            sums = torch.stack([sum(piece[name].double() for piece in pieces) for name in names])
             dist.all_reduce(sums, group=self.world.groups.dp)
             result = [dict(zip(names, sums.tolist(), strict=True))]
         if self.world.layout.pp > 1:
@@ -195,8 +197,8 @@ class TrainedModel(Model):
         dist.all_gather_object(gathered, bad_samples)
         samples = sorted({sample for part in gathered for sample in part})
         self.skipped_in_a_row += 1
-        message = (f"optimizer step {self.optimizer.steps - 1} skipped: loss {loss}, gradient norm {grad_norm}; samples "
-                   f"{samples or 'unknown'}")
+        message = (f"optimizer step {self.optimizer.steps - 1} skipped: loss {loss}, gradient norm {grad_norm}; "
+                   f"samples {samples or 'unknown'}")
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NumericsError(f"{message}; {self.skipped_in_a_row} in a row")
         if self.world.rank == 0:
@@ -216,8 +218,6 @@ def load_network(model_dir: str | Path, world: World, head: Head, **options: Any
 
     Args: see `build_model`.
     """
-    from engine.resharding.load import load_hf
-
     network = build_model(model_dir, world, head, **options)
     sharding = MegatronSharding(read_model_shape(model_dir), world.layout, critic=head == "values")
     load_hf(model_dir, sharding.holdings(world.rank), dict(network.named_parameters()))
@@ -233,7 +233,7 @@ def _padded(microbatch: TensorDict, multiple: int) -> TensorDict:
 
 
 def _rows_not_finite(loss: Tensor, outputs: Outputs, microbatch: TensorDict) -> list[int]:
-    """Sample ids to blame for a loss that is not finite: rows whose outputs are not, else all rows of the microbatch."""
+    """Sample ids to blame for a loss that is not finite: rows whose outputs are not, else all of the microbatch."""
     if torch.isfinite(loss):
         return []
     bad = torch.zeros(len(microbatch), dtype=torch.bool, device=loss.device)
