@@ -1,4 +1,4 @@
-"""Prepared prompts: the rows of a prompt set, and the cursor that deals them out in a reproducible order. Torch-free."""
+"""Prepared prompts: the rows of a prompt set, and the cursor that deals them out reproducibly. Torch-free."""
 
 import io
 import json

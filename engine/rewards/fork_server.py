@@ -79,7 +79,8 @@ def _serve(connection: socket.socket, functions: Sequence[Callable[[Case], Verdi
     reader = connection.makefile("rb")
     connection.sendall(RECORD.pack(0, 0, Outcome.READY, 0, os.getpid()))
     while header := reader.read(LENGTH.size):
-        units, cases = pickle.loads(reader.read(*LENGTH.unpack(header)))
+        # Bytes of our own parent over a private socket.
+        units, cases = pickle.loads(reader.read(*LENGTH.unpack(header)))  # noqa: S301
         for row, reward in units:
             outcome, score, message = judge(functions[reward], cases[row])
             text = message.encode(errors="replace")[:MAX_MESSAGE_BYTES]
@@ -93,7 +94,7 @@ def judge(function: Callable[[Case], Verdict], case: Case) -> tuple[Outcome, flo
         if not math.isfinite(verdict.score):
             return Outcome.ERROR, 0.0, f"the verifier returned {verdict.score}"
     # SystemExit: verifiers are foreign code on arbitrary text.
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return Outcome.ERROR, 0.0, f"{type(error).__name__}: {' '.join(str(error).split())}"
     return (Outcome.FORMAT_ERROR if verdict.format_error else Outcome.SCORED), float(verdict.score), ""
 

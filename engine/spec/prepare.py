@@ -16,8 +16,9 @@ class GeneratedSource(Spec):
     config: dict[str, int | float | str | bool] = {}
     """Settings of the generator."""
     size: Count
-    """Rows to make."""
+    """Rows to make, all different: repetitions and prompts of the eval set are drawn again."""
     seed: int = 0
+    """Of this source. Sources of different seeds share no rows by construction, only by chance."""
     prompt: str = "{question}"
     """Template of the user message; `{question}` is the generated question."""
     system: str | None = None
@@ -25,14 +26,19 @@ class GeneratedSource(Spec):
 
 
 class FileSource(Spec):
-    """JSONL, JSONL.gz, Parquet or a Hugging Face `datasets` directory, at a path or `s3://`."""
+    """A `.jsonl`, `.jsonl.gz` or `.parquet` file, a directory of them, or what `datasets`' `save_to_disk` wrote."""
 
     kind: Literal["file"] = "file"
     uri: URI
     prompt_field: str = "prompt"
-    """Column with a string or a list of chat messages."""
+    """Column with a string or a list of chat messages (`role`, `content`). A string becomes the one user message when
+    the tokenizer has a chat template, else it is given to the model as it is."""
     answer_field: str | None = "answer"
     """Column with the reference answer, given to rewards; None when there is none."""
+    task_field: str | None = "task"
+    """Column that names the row's task for breakdowns; rows without it, or None: the file's name."""
+    tools_field: str | None = None
+    """Column with the tool definitions that the chat template shows the model."""
 
 
 class PromptSetSpec(Spec):
@@ -54,7 +60,9 @@ class PrepareSpec(Spec):
     """Where `train/`, `eval/`, `quarantine.jsonl` and `manifest.json` go."""
     max_prompt_tokens: Count
     """After the chat template."""
-    overlong: Literal["quarantine", "cut_left", "cut_right"] = "quarantine"
+    overlong: Literal["quarantine", "drop", "cut_left", "cut_right", "error"] = "quarantine"
+    """What becomes of a prompt over the limit: a bad row; removed but not bad; its first or its last tokens (the
+    template's end, with `cut_right`) removed; the end of the job. All are counted."""
     max_bad_share: Share = 0.01
-    """The job fails (exit 2) when more of the rows are bad."""
+    """The job fails (exit 2) when more of the rows of a set are bad."""
     rows_per_shard: Count = 10_000

@@ -8,6 +8,7 @@ Errors are one line, `StoreError: OPERATION URI: reason`, without credentials; `
 """
 
 import os
+import secrets
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,9 @@ from engine.errors import MissingError, StoreError
 from engine.store.hashing import hash_dir, hash_model_dir, sha256_bytes, sha256_file
 
 __all__ = [
-    "MANIFEST", "delete", "download_dir", "download_file", "exists", "hash_dir", "hash_model_dir", "is_s3", "join",
-    "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes", "sha256_file", "upload_dir", "upload_file",
-    "write_atomic", "write_bytes",
+    "MANIFEST", "delete", "download_dir", "download_file", "exists", "fingerprint", "hash_dir", "hash_model_dir",
+    "is_s3", "join", "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes", "sha256_file",
+    "sync_directory", "upload_dir", "upload_file", "write_atomic", "write_bytes",
 ]
 
 MANIFEST = "manifest.json"
@@ -44,17 +45,15 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
     """Replace the local file `path` so that a reader, or a crash at any moment, sees the old or the new whole file."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = _temporary_beside(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes 0600 files; what a job writes follows the umask like any other file.
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 
@@ -116,6 +115,11 @@ def exists(uri: str | Path) -> bool:
         return _s3().exists(str(uri))
     path = Path(uri)
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def fingerprint(uri: str | Path) -> str:
+    """A short text that changes with a file's content: its sha256, or on S3 the store's own tag."""
+    return f"etag:{_s3().etag(str(uri))}" if is_s3(uri) else f"sha256:{sha256_file(uri)}"
 
 
 def list_files(uri: str | Path) -> list[str]:
@@ -189,25 +193,22 @@ def delete(uri: str | Path, last: str = MANIFEST) -> None:
 def _copy(source: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        os.close(handle)
+        temporary = _temporary_beside(target)
         try:
             shutil.copyfile(source, temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, target)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         sync_directory(target.parent)
     except OSError as error:
         raise _local_error("copy", f"{source} to {target}", error) from None
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _temporary_beside(path: Path) -> Path:
+    # Not mkstemp: its files are 0600 whatever the umask says.
+    return path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
 def _local_error(operation: str, uri: str | Path, error: OSError) -> StoreError:

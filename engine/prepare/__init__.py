@@ -1,0 +1,157 @@
+"""The prepare stage: prompt files in, checked and tokenised Parquet shards with a manifest out.
+
+Rows are streamed: besides one batch and one row group, memory holds 16 bytes (in a Python set, about 100) a prompt, the
+digests by which repeated and overlapping prompts are found. The eval set is read first. A training row that is also in
+it is bad; rows that this stage generates itself are drawn again instead.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from engine import store
+from engine.errors import ModelError, SpecError
+from engine.job import Job
+from engine.prepare.rendering import TOKENIZER_FILES, Renderer
+from engine.prepare.sets import PromptSetBuilder
+from engine.prepare.sources import source_files
+from engine.prepare.writing import Quarantine, ShardWriter
+from engine.spec import FileSource, PrepareSpec, PromptSetSpec, RunResult, hash_spec
+
+SETS = ("eval", "train")
+"""In the order they are read: training prompts are checked against the eval set's."""
+
+
+def run(job: Job, spec: PrepareSpec) -> RunResult:
+    """Prepare both sets, or find them already prepared from the same spec and sources.
+
+    Raises:
+        DataError: too many bad rows, no rows left, or sources that cannot be read. ModelError: no tokenizer, or no
+            chat template for chat prompts. StoreError: a store that does not answer.
+    """
+    started = time.monotonic()
+    fingerprints = {name: _fingerprint(getattr(spec, name)) for name in SETS}
+    fingerprints["tokenizer"] = _fingerprint_tokenizer(spec.tokenizer)
+    manifest = _whole_output(spec, fingerprints)
+    if manifest is None:
+        manifest = _prepare(job, spec, fingerprints)
+    else:
+        job.event("unchanged", output=spec.output)
+    return _result(spec, manifest, time.monotonic() - started)
+
+
+def _prepare(job: Job, spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        staged = _staging_directory(job, spec)
+        stack.callback(shutil.rmtree, staged, ignore_errors=True)
+        renderer = Renderer(_local_tokenizer(spec, stack), spec)
+        quarantine = Quarantine(job.dir / Quarantine.FILE)
+        stack.callback(quarantine.close)
+        sets, held_out = {}, frozenset[bytes]()
+        for name in SETS:
+            writer = ShardWriter(staged, name, spec.rows_per_shard)
+            builder = PromptSetBuilder(name, renderer, writer, quarantine, held_out)
+            builder.read(getattr(spec, name), lambda rows, bad, name=name: job.progress(
+                f"prepare {name}", rows=rows, bad=bad))
+            sets[name] = builder.finish(spec.max_bad_share) | {"sources": fingerprints[name]}
+            held_out = frozenset(builder.seen)
+        quarantine.close()
+        shutil.copyfile(quarantine.path, staged / Quarantine.FILE)
+        manifest = {
+            "schema_version": 1, "spec_sha256": hash_spec(spec), "sets": sets,
+            "tokenizer": {"sha256": renderer.sha256, "files": fingerprints["tokenizer"]},
+            "quarantine": {"name": Quarantine.FILE, "sha256": store.sha256_file(quarantine.path)}}
+        store.write_atomic(staged / store.MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        _publish(staged, spec.output)
+    return manifest
+
+
+def _staging_directory(job: Job, spec: PrepareSpec) -> Path:
+    """An empty directory beside the output (a rename must not cross file systems); a killed attempt's is removed.
+
+    Raises:
+        SpecError: the output is something that this stage did not make.
+    """
+    if store.exists(spec.output) and not store.exists(store.join(spec.output, store.MANIFEST)):
+        raise SpecError(f"output: {spec.output} is not empty and no earlier output of prepare; choose another place")
+    name = f".{store.join(spec.output).rsplit('/', 1)[-1]}.partial"
+    staged = job.dir / name if store.is_s3(spec.output) else Path(spec.output).absolute().parent / name
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    return staged
+
+
+def _local_tokenizer(spec: PrepareSpec, stack: contextlib.ExitStack) -> Path:
+    if not store.is_s3(spec.tokenizer):
+        if not Path(spec.tokenizer).is_dir():
+            raise ModelError(f"tokenizer {spec.tokenizer}: no such directory")
+        return Path(spec.tokenizer)
+    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ratchet-tokenizer-")), "tokenizer")
+    for name in TOKENIZER_FILES:
+        if store.exists(store.join(spec.tokenizer, name)):
+            store.download_file(store.join(spec.tokenizer, name), path / name)
+    return path
+
+
+def _publish(staged: Path, output: str) -> None:
+    """Make the output visible: locally by a rename, on S3 by its manifest. An older output is replaced whole."""
+    if store.exists(output):
+        store.delete(output)
+    if store.is_s3(output):
+        store.upload_dir(staged, output)
+    else:
+        os.replace(staged, output)
+        store.sync_directory(Path(output).absolute().parent)
+
+
+def _fingerprint(spec: PromptSetSpec) -> list[dict[str, str]]:
+    """What the manifest keeps of the files a set was made from: a change of any is a change of the set.
+
+    Raises:
+        DataError: a source that is not there.
+    """
+    return [{"uri": uri, "content": store.fingerprint(uri)}
+            for source in spec.sources if isinstance(source, FileSource) for uri in source_files(source)]
+
+
+def _fingerprint_tokenizer(directory: str) -> list[dict[str, str]]:
+    return [{"uri": uri, "content": store.fingerprint(uri)}
+            for name in TOKENIZER_FILES if store.exists(uri := store.join(directory, name))]
+
+
+def _whole_output(spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of an output that this very spec made of these very sources and that is whole, or None."""
+    path = store.join(spec.output, store.MANIFEST)
+    if not store.exists(path):
+        return None
+    manifest = json.loads(store.read_text(path))
+    if manifest.get("spec_sha256") != hash_spec(spec):
+        return None
+    sets = manifest["sets"]
+    if manifest["tokenizer"]["files"] != fingerprints["tokenizer"]:
+        return None
+    if any(sets[name]["sources"] != fingerprints[name] for name in SETS):
+        return None
+    files = [file for name in SETS for file in sets[name]["files"]] + [manifest["quarantine"]]
+    whole = all(_has_content(store.join(spec.output, file["name"]), file["sha256"]) for file in files)
+    return manifest if whole else None
+
+
+def _has_content(uri: str, sha256: str) -> bool:
+    return store.exists(uri) and store.sha256_bytes(store.read_bytes(uri)) == sha256
+
+
+def _result(spec: PrepareSpec, manifest: dict[str, Any], seconds: float) -> RunResult:
+    sets = manifest["sets"]
+    return RunResult(
+        stage="prepare",
+        outputs={"prompts": spec.output, "quarantine": store.join(spec.output, Quarantine.FILE)},
+        metrics={f"{name}/{count}": value for name in SETS for count, value in sets[name]["counts"].items()},
+        hashes={"spec": manifest["spec_sha256"], "tokenizer": manifest["tokenizer"]["sha256"],
+                **{f"prompts/{name}": sets[name]["sha256"] for name in SETS}},
+        timings_s={"prepare": seconds})

@@ -1,0 +1,143 @@
+"""Whether a row has the form of a prompt, and the prompt's digest: equal prompts are found by it."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from engine.prepare.sources import SUFFIXES, BadRow, Row
+from engine.spec.prepare import FileSource
+
+ROLES = ("system", "user", "assistant", "tool")
+DIGEST_BYTES = 16
+"""128 bits: a chance collision among a billion prompts is less likely than 1e-20."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row of the right form, before the template and the tokenizer have seen it."""
+
+    file: str
+    line: int
+    content: str | list[dict[str, str]]
+    """A raw string, or chat messages."""
+    answer: str
+    task: str
+    metadata: dict[str, Any]
+    tools: list[Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """What a person reads: the last message."""
+        return self.content if isinstance(self.content, str) else self.content[-1]["content"]
+
+    def bad(self, kind: str, reason: str) -> BadRow:
+        """This row as a line of the quarantine file."""
+        return BadRow(self.file, self.line, kind, reason)
+
+    def digest(self) -> bytes:
+        """Of what the model is asked, white space around messages aside; not of the answer."""
+        parts: Any = self.content.strip() if isinstance(self.content, str) else [
+            [message["role"], message["content"].strip()] for message in self.content]
+        text = json.dumps([parts, self.tools] if self.tools else parts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+class _Wrong(ValueError):
+    """What is wrong with a row: kind and reason."""
+
+
+def check_row(row: Row, source: FileSource, chat: bool) -> Candidate | BadRow:
+    """Read a row by the column names of its source.
+
+    Args:
+        chat: the tokenizer has a chat template, so that a string prompt is a user message.
+    """
+    try:
+        fields = dict(row.fields)
+        content = _check_prompt(_take(fields, source.prompt_field), source.prompt_field)
+        if chat and isinstance(content, str):
+            content = [{"role": "user", "content": content}]
+        answer = _as_text(_take(fields, source.answer_field)) if source.answer_field else ""
+        task = fields.pop(source.task_field, None) if source.task_field else None
+        tools = fields.pop(source.tools_field, None) if source.tools_field else None
+        if tools is not None and not isinstance(tools, list):
+            raise _Wrong("schema", f"{source.tools_field} is {type(tools).__name__}, not a list")
+        task_name = task if isinstance(task, str) and task else _stem(row.file)
+        return Candidate(row.file, row.line, content, answer, task_name, _as_json(fields), tools or None)
+    except _Wrong as wrong:
+        return BadRow(row.file, row.line, *wrong.args)
+
+
+def _take(fields: dict[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
+        raise _Wrong("schema", f"no field {name!r}")
+    return fields.pop(name)
+
+
+def _check_prompt(value: Any, name: str) -> str | list[dict[str, str]]:
+    if isinstance(value, str):
+        return _check_text(value, name)
+    if not isinstance(value, list):
+        raise _Wrong("schema", f"{name} is {type(value).__name__}, not a string or a list of messages")
+    if not value:
+        raise _Wrong("empty", f"{name} has no messages")
+    messages = [_check_message(message, f"{name}[{place}]") for place, message in enumerate(value)]
+    if messages[-1]["role"] in ("assistant", "system"):
+        raise _Wrong("schema", f"{name} ends with a message of the {messages[-1]['role']}, not of the user")
+    return messages
+
+
+def _check_message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise _Wrong("schema", f"{where} is {type(message).__name__}, not an object with role and content")
+    given = {key: value for key, value in message.items() if value is not None}
+    if given.keys() != {"role", "content"}:
+        raise _Wrong("schema", f"{where} has the keys {sorted(given)}, not role and content")
+    if given["role"] not in ROLES:
+        raise _Wrong("schema", f"{where}.role is {str(given['role'])[:40]!r}, not one of {', '.join(ROLES)}")
+    if not isinstance(given["content"], str):
+        raise _Wrong("schema", f"{where}.content is {type(given['content']).__name__}, not a string")
+    return {"role": given["role"], "content": _check_text(given["content"], f"{where}.content")}
+
+
+def _check_text(text: str, where: str) -> str:
+    if not text.strip():
+        raise _Wrong("empty", f"{where} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Wrong("utf8", f"{where} has half a surrogate pair at character {error.start}") from None
+    return text
+
+
+def _as_text(answer: Any) -> str:
+    return _check_encodable(answer if isinstance(answer, str) else json.dumps(_as_json(answer), sort_keys=True))
+
+
+def _check_encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Wrong("utf8", f"half a surrogate pair at character {error.start} of {text[:20]!r}") from None
+    return text
+
+
+def _as_json(value: Any) -> Any:
+    """`value` with what JSON cannot say (dates, decimals, bytes of Parquet columns) as text."""
+    if isinstance(value, str):
+        return _check_encodable(value)
+    if isinstance(value, dict):
+        return {_check_encodable(str(key)): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
+
+
+def _stem(file: str) -> str:
+    name = PurePosixPath(file).name
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
