@@ -1,0 +1,2 @@
+-- Runs once, when PostgreSQL's volume is new. Airflow's database is POSTGRES_DB.
+CREATE DATABASE mlflow;
