@@ -126,26 +126,29 @@ class Rollout:
         self.metrics: dict[str, float] = {}
         """Of the last call: tokens per second, response lengths, share of truncated responses."""
 
-    def generate(self, prompts: Sequence[Prompt], iteration: int, policy_version: int) -> TensorDict:
+    def generate(self, prompts: Sequence[Prompt], iteration: int, policy_version: int, *,
+                 greedy: bool = False) -> TensorDict:
         """Sample and divide: the rows are the same for any number of replicas and any tensor parallelism.
 
         Args:
             prompts: [P] of this iteration, the same on every rank.
             iteration: with the run's seed it decides every sample's seed.
             policy_version: of the weights being served; written into the batch.
+            greedy: one response of highest probability to each prompt, sample ids p, instead of G sampled ones.
         Returns:
             The rows of this rank's data-parallel replica, see `engine.batch.shard`.
         """
         plan, started = self.plan, time.monotonic()
-        share = deal(len(prompts), plan.samples_per_prompt, self.replicas.count)[self.replicas.index]
+        group_size = 1 if greedy else plan.samples_per_prompt
+        share = deal(len(prompts), group_size, self.replicas.count)[self.replicas.index]
         requests = [Request(
-            prompt_ids=prompts[sample_id // plan.samples_per_prompt].token_ids,
-            seed=sample_seed(plan.seed, iteration, sample_id), max_tokens=plan.max_response_tokens,
-            temperature=plan.temperature) for sample_id in share]
+            prompt_ids=prompts[sample_id // group_size].token_ids, seed=sample_seed(plan.seed, iteration, sample_id),
+            max_tokens=plan.max_response_tokens, temperature=0.0 if greedy else plan.temperature)
+            for sample_id in share]
         responses = self.replicas.gather(dict(zip(share, self._generate(requests), strict=True)))
         self.metrics = summarise_lengths(list(responses.values()), time.monotonic() - started)
         batch = make_batch([
-            Sample(i, prompts[i // plan.samples_per_prompt].token_ids, r.token_ids, r.logprobs, r.truncated)
+            Sample(i, prompts[i // group_size].token_ids, r.token_ids, r.logprobs, r.truncated)
             for i, r in responses.items()], policy_version)
         return shard(batch, plan.minibatches, plan.dp, plan.dp_rank, sample_seed(plan.seed, iteration, -1))
 
