@@ -1,10 +1,8 @@
 """The thread that carries a job directory's metrics to MLflow: in order, once, whenever the server answers."""
 
-import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.spec.job import METRICS_FILE
+from engine.spec.tracking import clean_metric_name
 from engine.store import write_atomic
 
 OUTBOX_FILE = "tracking.jsonl"
@@ -23,7 +22,6 @@ METRICS_PER_REQUEST = 1000
 """MLflow refuses more in one log_batch; of parameters it takes 100."""
 PARAMS_PER_REQUEST = 100
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-MAX_NAME_LENGTH = 250
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +37,6 @@ class DatasetInput:
     """URI of the prepared set."""
     context: str = "training"
     """`training` or `evaluation`."""
-
-
-def clean_metric_name(name: str) -> str:
-    """A name that MLflow accepts; different names stay different.
-
-    A name that is fine stays as it is. In another one each refused character becomes `_` and the end is a short hash of
-    the original, so that `timing(s)` and `timing[s]` do not become one metric.
-    """
-    cleaned = re.sub(r"[^A-Za-z0-9_\-./ :]", "_", name)
-    # MLflow treats names as paths: no empty, `.` or `..` parts, nothing absolute.
-    parts = [part for part in cleaned.split("/") if part not in ("", ".", "..")]
-    cleaned = "/".join(parts)
-    if cleaned == name and 0 < len(name) <= MAX_NAME_LENGTH:
-        return name
-    return f"{cleaned[: MAX_NAME_LENGTH - 13]}.{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:12]}"
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.mlflow_sender import OUTBOX_FILE, DatasetInput, Sender, clean_metric_name, parse_line
+from engine.mlflow_sender import OUTBOX_FILE, DatasetInput, Sender, parse_line
 from engine.spec.job import METRICS_FILE
 from engine.spec.tracking import TrackingSpec
 
-__all__ = ["DatasetInput", "Tracker", "clean_metric_name", "read_metrics"]
+__all__ = ["DatasetInput", "Tracker", "read_metrics"]
 
 
 class Tracker:
@@ -31,6 +31,8 @@ class Tracker:
         self._last_step = _last_step(self._metrics)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._sender = Sender(job_dir, uri, spec.run_id) if uri and spec.run_id else None
+        if spec.tags:
+            self.set_tags(spec.tags)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one iteration. Steps rise; a step already written is skipped."""

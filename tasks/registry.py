@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.errors import RefusedError
+from engine.spec.tracking import clean_metric_name
 from tasks.tracking import mlflow_client
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous_champion"
@@ -230,7 +231,7 @@ def _create(client: Any, model: str, files: CandidateFiles) -> Version:
     tags = {STATUS: CANDIDATE, "ratchet.export": files.export_uri, "ratchet.weights_hash": files.weights_hash,
             "ratchet.spec_hash": files.spec_hash, "ratchet.prompts_hash": files.prompts_hash,
             "ratchet.base": files.base, "ratchet.run": files.run_uri,
-            **{f"eval.{name}": f"{value:.6g}" for name, value in files.metrics.items()}}
+            **{clean_metric_name(f"eval.{name}"): f"{value:.6g}" for name, value in files.metrics.items()}}
     tags = {key: value for key, value in tags.items() if value}
     client.log_dict(files.run_id, tags, "model/version.json")
     made = client.create_model_version(model, source=f"runs:/{files.run_id}/model", run_id=files.run_id, tags=tags)

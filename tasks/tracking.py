@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import FaultError, RefusedError
-from engine.spec.tracking import TrackingSpec
+from engine.spec.tracking import TrackingSpec, clean_metric_name
 
 KEY_TAG = "ratchet.key"
 """Identity of a run: whoever asks with the same key gets the same run."""
@@ -83,7 +83,8 @@ def finish_run(tracking: TrackingSpec | None, *, status: str, metrics: Mapping[s
     with mlflow_client() as client:
         run = client.get_run(tracking.run_id)
         # The run's own start as the time: the same numbers written again are then the same rows.
-        values = [Metric(name, value, run.info.start_time, 0) for name, value in (metrics or {}).items()]
+        values = [Metric(clean_metric_name(name), value, run.info.start_time, 0)
+                  for name, value in (metrics or {}).items()]
         run_tags = [RunTag(key, text) for key, text in (tags or {}).items()]
         client.log_batch(tracking.run_id, metrics=values, tags=run_tags)
         if run.info.status != status:

@@ -1,10 +1,12 @@
 """A real MLflow server for tests: SQLite, 127.0.0.1, a free port, its own process group."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -65,3 +67,45 @@ class MlflowServer:
                 return answer.status == 200
         except OSError:
             return False
+
+
+class Forwarder:
+    """A port that can be cut from the server behind it and joined again: an outage without restarting the server."""
+
+    def __init__(self, target_port: int) -> None:
+        self.port, self._target_port = free_port(), target_port
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._listener: socket.socket | None = None
+        self._open: list[socket.socket] = []
+
+    def join(self) -> None:
+        """Accept connections from now on."""
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """Close every connection and refuse new ones."""
+        for end in [self._listener, *self._open]:
+            if end is not None:
+                with contextlib.suppress(OSError):  # the other side may have gone
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+        self._listener, self._open = None, []
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return  # cut
+            far = socket.create_connection(("127.0.0.1", self._target_port))
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # cut in the middle of a message
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)

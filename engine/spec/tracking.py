@@ -1,6 +1,12 @@
 """Where a stage's metrics go in MLflow. The server's address is deployment: MLFLOW_TRACKING_URI."""
 
+import hashlib
+import re
+
 from engine.spec.base import Spec
+
+MAX_NAME_LENGTH = 250
+"""MLflow refuses longer names of metrics, parameters and tags."""
 
 
 class TrackingSpec(Spec):
@@ -14,3 +20,18 @@ class TrackingSpec(Spec):
     """The DAG run's run."""
     tags: dict[str, str] = {}
     """Lineage: Airflow URLs, spec hash, git sha."""
+
+
+def clean_metric_name(name: str) -> str:
+    """A name that MLflow accepts; different names stay different.
+
+    A name that is fine stays as it is. In another one each refused character becomes `_` and the end is a short hash of
+    the original, so that `timing(s)` and `timing[s]` do not become one metric.
+    """
+    cleaned = re.sub(r"[^A-Za-z0-9_\-./ :]", "_", name)
+    # MLflow treats names as paths: no empty, `.` or `..` parts, nothing absolute.
+    parts = [part for part in cleaned.split("/") if part not in ("", ".", "..")]
+    cleaned = "/".join(parts)
+    if cleaned == name and 0 < len(name) <= MAX_NAME_LENGTH:
+        return name
+    return f"{cleaned[: MAX_NAME_LENGTH - 13]}.{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:12]}"
