@@ -120,7 +120,7 @@ def grpo(scores: Tensor, group_ids: Tensor, scale: Literal["population", "sample
     centred = exact - groups.means(exact)
     if scale == "none":
         return centred.to(scores.dtype)
-    degrees = groups.sizes - (scale == "sample")
+    degrees = groups.sizes - int(scale == "sample")
     std = (groups.sums(centred.square()) / degrees).sqrt()[groups.index]
     # Equal scores can differ from their mean by rounding, which the division would blow up.
     equal = std <= 1e-12 * groups.means(exact.abs())

@@ -1,8 +1,8 @@
 """Policy, value and entropy losses. Each is `sum(weights * per-token loss)`.
 
 The weights come from `token_weights`, whose denominator is counted over the whole minibatch (all ranks, all
-microbatches) before the first forward. So the loss of a minibatch is the plain sum of its microbatches' losses, and so is
-the gradient.
+microbatches) before the first forward. So the loss of a minibatch is the plain sum of its microbatches' losses, and its
+gradient the sum of theirs.
 
 Every policy loss returns (scalar loss, sums). The sums are detached scalars that add up over microbatches and ranks:
 `tokens`, `clipped_tokens`, `kl_to_old` (k3 estimate of KL(old || new), nats), `ratio`.
@@ -123,8 +123,8 @@ def reinforce_loss(logprobs: Tensor, sampled: Sampled) -> tuple[Tensor, Sums]:
 
     Source: Williams 1992, Machine Learning 8, eq. 11.
     """
-    losses = -zero_masked(sampled.advantages, sampled.mask) * zero_masked(logprobs, sampled.mask)
     ratio = _token_ratio(logprobs, sampled).detach()
+    losses = -zero_masked(sampled.advantages, sampled.mask) * zero_masked(logprobs, sampled.mask)
     return _weighted(losses, sampled), _sums(logprobs, sampled, ratio, torch.zeros_like(sampled.mask))
 
 

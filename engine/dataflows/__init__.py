@@ -25,8 +25,8 @@ _ITERATIONS: dict[str, Iteration] = {
 def iteration_for(algorithm: PolicyAlgorithm) -> Iteration:
     """The dataflow of an algorithm: `iteration(roles, prompts, algorithm, state) -> (batch, metrics)`.
 
-    It moves `state` forward. The batch is this rank's; the metrics are the same on every rank. `alarms/nan` above 0 means
-    that nothing was updated; the batch's field `nonfinite` says which rows were to blame.
+    It moves `state` forward. The batch is this rank's; the metrics are the same on every rank. `alarms/nan` above 0
+    means that nothing was updated; the batch's field `nonfinite` says which rows were to blame.
     """
     return _ITERATIONS[algorithm.kind]
 

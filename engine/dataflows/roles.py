@@ -82,4 +82,4 @@ class Roles(Protocol):
         """Dynamic sampling: the next prompts of the set, as many as an iteration takes, the same on every rank."""
 
     def redistribute(self, batch: TensorDict) -> TensorDict:
-        """Dynamic sampling: collect the rows of all ranks, whatever their number, and divide them as `generate` does."""
+        """Dynamic sampling: collect the rows of all ranks, whatever their number, and divide them as `generate`."""

@@ -1,5 +1,6 @@
 """Safe-RLHF: PPO on reward and cost, weighed by a Lagrange multiplier (arXiv:2310.12773)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def safe_rlhf_iteration(
 
     mask = response_mask(batch)
     penalty = batch["token_rewards"] - token_rewards(scores, mask)
-    # The KL penalty weighs 1 in the reward and 1 in the cost, so its weight in the sum does not depend on the multiplier.
+    # The KL penalty is in the reward and in the cost: so the multiplier does not change its weight in their sum.
     cost_rewards = token_rewards(batch["costs"], mask) - penalty
     advantages, batch["returns"] = gae(
         batch["token_rewards"], batch["values"], mask, algorithm.gamma, algorithm.gae_lambda)
@@ -58,8 +59,9 @@ def safe_rlhf_iteration(
 def move_multiplier(roles: Roles, costs: Tensor, algorithm: SafeRLHF, state: AlgorithmState) -> Metrics:
     """One step of the multiplier on the mean cost of the last iterations, over all ranks."""
     total, rows = roles.comm.sum(torch.stack([costs.double().sum(), torch.ones_like(costs).sum().double()])).tolist()
-    state.recent_costs = [*state.recent_costs, total / rows][-algorithm.cost_window:]
-    if state.iterations >= algorithm.multiplier_delay:
+    if math.isfinite(total):
+        state.recent_costs = [*state.recent_costs, total / rows][-algorithm.cost_window:]
+    if state.recent_costs and state.iterations >= algorithm.multiplier_delay:
         mean_cost = sum(state.recent_costs) / len(state.recent_costs)
         state.multiplier = update_multiplier(
             state.multiplier, mean_cost, algorithm.cost_limit, algorithm.multiplier_lr)

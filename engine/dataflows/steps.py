@@ -110,15 +110,27 @@ def gather_by_sample(comm: Comm, ids: Tensor, *columns: Tensor) -> tuple[Tensor,
     return everyone, [comm.gather(column)[order] for column in columns], torch.searchsorted(everyone, ids)
 
 
+_SOURCES = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "cost_values")
+_DERIVED = ("token_rewards", "advantages", "returns", "cost_returns")
+
+
 def count_nonfinite(comm: Comm, batch: TensorDict) -> int:
-    """Rows of all ranks with NaN or infinity in what the update reads; marks this rank's in `nonfinite` [B] bool."""
+    """Rows of all ranks with NaN or infinity in what the update reads; marks this rank's in `nonfinite` [B] bool.
+
+    What the roles returned is looked at first: one bad score spoils the derived fields of other rows as well.
+    """
     mask = response_mask(batch)
     bad = ~batch["scores"].isfinite()
-    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
-        if name in batch.keys():
+    if "costs" in batch.keys():
+        bad = bad | ~batch["costs"].isfinite()
+    for names in (_SOURCES, _DERIVED):
+        for name in set(names) & set(batch.keys()):
             bad = bad | nonfinite_rows(batch[name], mask)
+        count = int(comm.sum(bad.sum()))
+        if count:
+            break
     batch["nonfinite"] = bad
-    return int(comm.sum(bad.sum()))
+    return count
 
 
 def update(roles: Roles, batch: TensorDict, state: AlgorithmState) -> Metrics:
