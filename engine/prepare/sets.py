@@ -113,11 +113,13 @@ class PromptSetBuilder:
                     f"lower size or widen config {source.config}")
 
     def _as_candidate(self, source: GeneratedSource, entry: dict[str, Any], file: str, number: int) -> Candidate:
-        user = source.prompt.replace("{question}", entry["question"])
-        content: Any = user
-        if self._renderer.chat or source.system is not None:
+        content: Any = source.prompt.replace("{question}", entry["question"])
+        if self._renderer.chat or source.system is not None or source.demonstrations:
             system = [] if source.system is None else [{"role": "system", "content": source.system}]
-            content = [*system, {"role": "user", "content": user}]
+            shown = [turn for shot in source.demonstrations for turn in (
+                {"role": "user", "content": source.prompt.replace("{question}", shot.question)},
+                {"role": "assistant", "content": shot.response})]
+            content = [*system, *shown, {"role": "user", "content": content}]
         return Candidate(file, number, content, str(entry["answer"]), source.task, gym.keep_entry(source, entry))
 
     def _flush(self) -> None:

@@ -20,7 +20,7 @@ from engine.spec.evaluate import EvaluatedModel, EvaluateSpec
 from engine.spec.evaluation import Evaluation, ModelEvaluation, PromptScores, SampleRecord
 from engine.spec.gate import GatePolicy, GuardMetric, Limit, PrimaryMetric
 from engine.spec.job import RunResult, RunSpec, dump_spec, hash_spec, load_spec, parse_spec
-from engine.spec.prepare import FileSource, GeneratedSource, PrepareSpec, PromptSetSpec
+from engine.spec.prepare import Demonstration, FileSource, GeneratedSource, PrepareSpec, PromptSetSpec
 from engine.spec.reward import (
     CodeReward,
     ExactMatchReward,
@@ -38,7 +38,7 @@ from engine.spec.tracking import TrackingSpec
 from engine.spec.train import OptimizerSpec, RolloutSpec, TrainSpec
 
 __all__ = [
-    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "Algorithm", "EvaluateSpec",
+    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "Algorithm", "Demonstration", "EvaluateSpec",
     "EvaluatedModel", "Evaluation", "ExactMatchReward", "FileSource", "FixedKL", "GatePolicy", "GeneratedSource",
     "GuardMetric", "LengthReward", "Limit", "ModelEvaluation", "OptimizerSpec", "PrepareSpec", "PrimaryMetric",
     "PromptScores", "PromptSetSpec", "ReMax", "ReasoningGymReward", "ReinforcePP", "Reward", "RolloutSpec",

@@ -7,6 +7,15 @@ from pydantic import Field
 from engine.spec.base import URI, Count, Share, Spec
 
 
+class Demonstration(Spec):
+    """One answered turn."""
+
+    question: str = Field(min_length=1)
+    """Put into the template `prompt` as a generated question is."""
+    response: str = Field(min_length=1)
+    """The assistant's message."""
+
+
 class GeneratedSource(Spec):
     """Rows made by a reasoning-gym generator: the task, its settings, its own seed."""
 
@@ -23,6 +32,8 @@ class GeneratedSource(Spec):
     """Template of the user message; `{question}` is the generated question."""
     system: str | None = None
     """System message put before it."""
+    demonstrations: list[Demonstration] = []
+    """Answered turns put between them: they show a small model the form of an answer."""
 
 
 class FileSource(Spec):
