@@ -25,7 +25,7 @@ from engine.algorithms.losses import (
 )
 from engine.algorithms.masking import masked_sum
 from engine.batch import response_mask
-from engine.spec.algorithm import PolicyAlgorithm
+from engine.spec.algorithm import ActorCritic, PolicyAlgorithm
 
 
 def trained_mask(batch: TensorDict) -> Tensor:
@@ -106,7 +106,7 @@ class ActorObjective:
 class CriticObjective:
     """Clipped squared error to the returns, every token of the minibatch weighing the same."""
 
-    value_clip: float | None
+    algorithm: ActorCritic
 
     def denominator(self, batch: TensorDict) -> Tensor:
         """Scalar float64: this part's share of the minibatch's denominator."""
@@ -121,7 +121,7 @@ class CriticObjective:
             denominator: of the whole minibatch.
         """
         weights = token_weights(response_mask(batch), "token", denominator)
-        loss, sums = value_loss(values, batch["values"], batch["returns"], weights, self.value_clip)
+        loss, sums = value_loss(values, batch["values"], batch["returns"], weights, self.algorithm.value_clip)
         return loss, sums | {"loss": loss.detach()}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:

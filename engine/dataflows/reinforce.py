@@ -60,7 +60,10 @@ def remax_iteration(
 
 def greedy_scores(roles: Roles, prompts: Sequence[Any], batch: TensorDict, algorithm: ReMax) -> Tensor:
     """[B] for each of this rank's rows the score of the greedy response, which any rank may have generated."""
-    greedy = roles.reward.score(roles.rollout.generate(prompts, greedy=True))
+    greedy = roles.rollout.generate(prompts, greedy=True)
+    # Counted as each prompt's first sample, so that the reward finds the prompt as in any other batch.
+    greedy["sample_ids"] = greedy["sample_ids"] * algorithm.samples_per_prompt
+    greedy = roles.reward.score(greedy)
     scores = shaped_scores(greedy, algorithm, roles.max_response_tokens)
     _, (by_prompt,), _ = gather_by_sample(roles.comm, greedy["sample_ids"], scores)
     return by_prompt[batch["sample_ids"] // algorithm.samples_per_prompt]

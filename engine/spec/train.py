@@ -94,6 +94,19 @@ class TrainSpec(Spec):
                     f"prompts_per_iteration {self.prompts_per_iteration} x samples_per_prompt "
                     f"{self.algorithm.samples_per_prompt} = {samples} samples do not divide by {name} = {parts}; "
                     f"choose prompts_per_iteration so that they do")
+        parts = self.layout.dp * self.minibatches
+        if self.algorithm.kind == "remax" and self.prompts_per_iteration % parts:
+            raise ValueError(
+                f"prompts_per_iteration {self.prompts_per_iteration} greedy responses of remax do not divide by "
+                f"layout.dp x minibatches = {parts}; choose a multiple of {parts}")
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_buffer_fits(self):
+        overlong, limit = self.algorithm.overlong, self.rollout.max_response_tokens
+        if overlong is not None and overlong.kind == "shaping" and overlong.buffer_tokens > limit:
+            raise ValueError(f"algorithm.overlong.buffer_tokens {overlong.buffer_tokens} is more than "
+                             f"rollout.max_response_tokens {limit}; choose a part of it")
         return self
 
     @model_validator(mode="after")
