@@ -70,7 +70,8 @@ class Builder:
             actor=Actor(actor, ActorObjective(algorithm, spec.rollout.max_response_tokens), spec.rollout.temperature,
                         spec.epochs),
             reference=reference, critic=self._critic(models, "critic"), cost_critic=self._critic(models, "cost_critic"),
-            reward=Scoring(self._reward(pool), rollout), cost=Scoring(self._reward(cost_pool), rollout) if costs else None)
+            reward=Scoring(self._reward(pool, spec.rewards), rollout),
+            cost=Scoring(self._reward(cost_pool, algorithm.costs), rollout) if costs else None)
         return Assembly(roles, models, self.pools)
 
     def _trained(self, head: str, optimizer: OptimizerSpec) -> TrainedModel:
@@ -114,5 +115,5 @@ class Builder:
         self.pools.append(ScoringPool(rewards))
         return self.pools[-1]
 
-    def _reward(self, pool: ScoringPool | None) -> RewardWorker:
-        return RewardWorker(pool, self.model_dir, self.world, self.spec)
+    def _reward(self, pool: ScoringPool | None, rewards: list) -> RewardWorker:
+        return RewardWorker(pool, self.model_dir, self.world, rewards, self.spec.rollout.max_response_tokens)

@@ -112,6 +112,9 @@ def _parse_math(math_verify, text: str) -> list:
 
 
 def _reasoning_gym(reward: ReasoningGymReward) -> RewardFunction:
+    # Seconds of imports: in the fork server, once, not within a sample's time limit.
+    import reasoning_gym  # noqa: F401
+
     from engine.rewards.gym import verify
 
     return _answer_function(reward, lambda answer, case: verify(answer, case.metadata))

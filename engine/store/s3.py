@@ -140,7 +140,7 @@ def delete(uri: str, last: str) -> None:
 
 
 class ResumingStream(io.RawIOBase):
-    """An object's content; after a dropped connection it goes on at the byte where it broke, of the same object only."""
+    """An object's content; a dropped connection is opened again at the byte where it broke, of the same object only."""
 
     def __init__(self, uri: str, body: Any, tag: str, size: int):
         """Args: body: botocore's, from byte 0; tag: the object's ETag; size: in bytes."""
