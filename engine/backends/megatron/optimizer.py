@@ -36,9 +36,9 @@ class Optimizer:
         self.wrapped.broadcast_params()
         config.finalize_model_grads_func = _finalize
         self.megatron = get_megatron_optimizer(_optimizer_config(spec, config), [self.wrapped])
-        self._parts: list[DistributedOptimizer] = [
+        self.parts: list[DistributedOptimizer] = [
             part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
-        for part in self._parts:
+        for part in self.parts:
             _prepare_adam(part)
 
     def zero_grad(self) -> None:
@@ -64,7 +64,7 @@ class Optimizer:
             return lr
         for group in self.megatron.param_groups:
             group["lr"] = lr
-        for part in self._parts:
+        for part in self.parts:
             clip_grad_by_total_norm_fp32(part.get_parameters(), self.spec.max_grad_norm, grad_norm)
         self.megatron.step_with_ready_grads()
         return lr

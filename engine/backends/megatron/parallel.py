@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.errors import FaultError, LayoutError
 from engine.layout import Coords, ParallelLayout
@@ -136,3 +137,13 @@ def _check_groups(layout: ParallelLayout, groups: Groups) -> None:
             raise FaultError(
                 f"rank {rank}: Megatron's {name} group is {built}, layout {layout} says {ranks}; "
                 f"engine/layout.py and megatron-core disagree on the order of ranks")
+
+
+def random_states() -> dict[str, Tensor]:
+    """Megatron's random states by purpose, for a checkpoint."""
+    return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def set_random_states(states: dict[str, Tensor]) -> None:
+    """Restore what `random_states` returned."""
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)

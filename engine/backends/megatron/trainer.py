@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from engine.backends.megatron.dist_checkpoint import load_model, save_model
 from engine.backends.megatron.heads import OutputFn, Outputs
 from engine.backends.megatron.model import CausalLM, Head, build_model
 from engine.backends.megatron.optimizer import Optimizer
@@ -154,6 +155,18 @@ class TrainedModel(Model):
     @property
     def scheduled(self) -> Any:
         return self.optimizer.wrapped
+
+    def save(self, directory: Path) -> None:
+        """Write parameters, optimizer and step count into an empty directory. Every rank calls it.
+
+        Raises:
+            StoreError: a file could not be written; on every rank.
+        """
+        save_model(directory, self.network, self.optimizer)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, under any layout. Every rank calls it."""
+        load_model(directory, self.network, self.optimizer)
 
     def train_step(self, batch: TensorDict, output_fn: OutputFn, loss_fn: LossFn) -> StepReport:
         """One optimizer step on one minibatch.
