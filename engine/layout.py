@@ -167,6 +167,10 @@ def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
                 f"layout tp={layout.tp} does not divide {size} {name}; tp can be one of {divisors[:8]}")
     if shape.num_kv_heads % layout.tp and layout.tp % shape.num_kv_heads:
         raise LayoutError(f"layout tp={layout.tp} and {shape.num_kv_heads} kv heads: one must divide the other")
+    # With fewer kv heads than ranks Megatron cuts the fused qkv matrix through a group of heads.
+    qkv_rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    if qkv_rows % layout.tp:
+        raise LayoutError(f"layout tp={layout.tp} does not divide the {qkv_rows} rows of the fused qkv matrix")
     if layout.dp % layout.ep or max(shape.num_experts, 1) % layout.ep:
         raise LayoutError(
             f"layout ep={layout.ep} must divide dp={layout.dp} and the model's {shape.num_experts} experts")

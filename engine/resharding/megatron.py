@@ -63,6 +63,7 @@ class MegatronSharding(Sharding):
                               f"stages (virtual stages need pp > 1)")
         self.name = f"Megatron {layout}"
         self.shape, self.layout, self.critic, self.virtual_stages = shape, layout, critic, virtual_stages
+        self.vocab_multiple = vocab_multiple
         self.tensors = catalog(shape, critic)
         self.ranks = range(layout.world_size)
         self.vocab_rows = padded_vocab_size(shape.vocab_size, layout.tp, vocab_multiple)

@@ -68,10 +68,10 @@ class VllmSharding(Sharding):
         self.vocab_rows = padded(shape.vocab_size, VOCAB_PADDING)
         if self.vocab_rows % self.tp:
             raise LayoutError(f"{self.name}: does not divide the {self.vocab_rows} rows vLLM pads the vocabulary to")
-        self._expert_ranks = self.tp if expert_parallel else 1
+        self.expert_parallel = expert_parallel
         if expert_parallel and shape.num_experts % self.tp:
             raise LayoutError(f"{self.name}: {shape.num_experts} experts do not divide over {self.tp} ranks")
-        self._experts_per_rank = max(1, shape.num_experts // self._expert_ranks)
+        self._experts_per_rank = max(1, shape.num_experts // (self.tp if expert_parallel else 1))
 
     def key(self, tensor: LogicalTensor) -> Hashable:
         expert = tensor.expert // self._experts_per_rank if tensor.expert >= 0 else -1
@@ -81,7 +81,7 @@ class VllmSharding(Sharding):
         return merge_cells(self._cells(tensor))
 
     def _cells(self, tensor: LogicalTensor) -> Iterator[Cell]:
-        if tensor.expert >= 0 and self._expert_ranks > 1:
+        if tensor.expert >= 0 and self.expert_parallel:
             owner = range(tensor.expert // self._experts_per_rank, self.world_size, self.tp)
             yield Cell(full_box(tensor.shape), globalise(owner, self.ranks))
         elif self._is_cut(tensor):
