@@ -110,11 +110,11 @@ def open_read(uri: str | Path) -> BinaryIO:
 
 
 def exists(uri: str | Path) -> bool:
-    """Whether a file, or a directory with anything in it, is there."""
+    """Whether a file, or a directory with a file anywhere in it, is there."""
     if is_s3(uri):
         return _s3().exists(str(uri))
     path = Path(uri)
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+    return path.is_file() or any(item.is_file() for item in path.rglob("*"))
 
 
 def fingerprint(uri: str | Path) -> str:
