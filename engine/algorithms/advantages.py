@@ -113,7 +113,7 @@ def grpo(scores: Tensor, group_ids: Tensor, scale: Literal["population", "sample
             sample's shrinks advantages by sqrt((G - 1) / G), 13 % at G = 4.
     Returns:
         [N], mean zero in every group; 0 in a group of equal scores.
-    Source: DeepSeekMath, arXiv:2402.03300, sec. 4.1.2; Dr. GRPO, arXiv:2503.20783, sec. 3.2.
+    Source: DeepSeekMath, arXiv:2402.03300, sec. 4.1.2; Dr. GRPO, arXiv:2503.20783.
     """
     groups = make_groups(scores, group_ids)
     exact = scores.double()
@@ -130,7 +130,7 @@ def grpo(scores: Tensor, group_ids: Tensor, scale: Literal["population", "sample
 def rloo(scores: Tensor, group_ids: Tensor) -> Tensor:
     """[N] score minus the mean of the other responses to the prompt.
 
-    Source: Kool et al. 2019; Ahmadian et al., arXiv:2402.14740, sec. 3.3.
+    Source: Kool et al. 2019; Ahmadian et al., arXiv:2402.14740.
     """
     groups = make_groups(scores, group_ids)
     exact, sizes = scores.double(), groups.sizes[groups.index]
@@ -142,7 +142,7 @@ def opo(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     gradient has the same norm.
 
     Args: lengths: [N] response tokens.
-    Source: OPO, arXiv:2505.23585, eq. 9.
+    Source: OPO, arXiv:2505.23585.
     """
     groups = make_groups(scores, group_ids)
     exact, weights = scores.double(), lengths.double()
@@ -153,7 +153,7 @@ def opo(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
 def group_centred(scores: Tensor, group_ids: Tensor) -> Tensor:
     """[N] score minus the group's mean; REINFORCE++-baseline whitens the result over the batch's tokens.
 
-    Source: REINFORCE++, arXiv:2501.03262, sec. 3.2.
+    Source: REINFORCE++, arXiv:2501.03262.
     """
     return grpo(scores, group_ids, "none")
 
@@ -162,7 +162,7 @@ def remax(rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
     """[B, R] rewards still to come minus the score of the greedy response to the same prompt.
 
     Args: rewards: [B, R] token rewards; greedy_scores: [B], row by row; mask: [B, R].
-    Source: ReMax, arXiv:2310.10505, eq. 5.
+    Source: ReMax, arXiv:2310.10505.
     """
     return zero_masked(discounted_returns(rewards, mask, 1.0) - greedy_scores[:, None], mask)
 

@@ -12,7 +12,7 @@ def lagrangian_advantages(reward_advantages: Tensor, cost_advantages: Tensor, mu
 
     The divisor keeps the scale of the policy gradient while the multiplier moves.
 
-    Source: arXiv:2310.12773, eq. 10 and appendix B.3.
+    Source: arXiv:2310.12773.
     """
     if reward_advantages.shape != cost_advantages.shape:
         raise ValueError(f"reward advantages {tuple(reward_advantages.shape)} and cost advantages "
@@ -34,7 +34,7 @@ def update_multiplier(multiplier: float, mean_cost: float, limit: float, lr: flo
         lr: step size.
     Returns:
         Within 1e-4 .. 1e4, so that it can always come back.
-    Source: arXiv:2310.12773, eq. 11, as exponentiated gradient ascent.
+    Source: arXiv:2310.12773, as exponentiated gradient ascent.
     """
     if not math.isfinite(mean_cost):
         return multiplier

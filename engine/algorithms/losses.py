@@ -82,7 +82,7 @@ def ppo_loss(
         sampled: the tokens.
         clip_low, clip_high: the ratio counts within [1 - clip_low, 1 + clip_high]; unequal is DAPO's clip-higher.
         dual_clip: bounds the loss of tokens with a negative advantage by dual_clip * |advantage|; above 1.
-    Source: PPO, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476, eq. 10; dual clip, arXiv:1912.09729, eq. 5.
+    Source: PPO, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476, eq. 10; dual clip, arXiv:1912.09729.
     """
     ratio, advantages = _token_ratio(logprobs, sampled), zero_masked(sampled.advantages, sampled.mask)
     losses, clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
@@ -121,7 +121,7 @@ def cispo_loss(logprobs: Tensor, sampled: Sampled, clip_low: float, clip_high: f
 def reinforce_loss(logprobs: Tensor, sampled: Sampled) -> tuple[Tensor, Sums]:
     """Plain policy gradient, -advantage * logprob: exact for the policy that sampled, with no ratio and no clip.
 
-    Source: Williams 1992, Machine Learning 8, eq. 11.
+    Source: Williams 1992, Machine Learning 8.
     """
     ratio = _token_ratio(logprobs, sampled).detach()
     losses = -zero_masked(sampled.advantages, sampled.mask) * zero_masked(logprobs, sampled.mask)

@@ -1,6 +1,10 @@
 """The union of algorithms: one line of YAML changes the algorithm, and what cannot work is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from engine.dataflows import initial_state, iteration_for
 from engine.dataflows.objectives import ActorObjective
@@ -75,3 +79,11 @@ def test_the_reference_is_needed_exactly_when_a_kl_is(kl, needed):
 def test_what_cannot_work_is_refused_before_anything_starts(algorithm, changes, message):
     with pytest.raises(SpecError, match=message):
         train_spec(algorithm, **changes)
+
+
+def test_every_example_in_the_documentation_is_a_valid_algorithm():
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    assert {example["kind"] for example in examples} == set(KINDS)
+    for example in examples:
+        assert train_spec(example).algorithm.kind == example["kind"]
