@@ -1,8 +1,8 @@
 """The prepare stage: prompt files in, checked and tokenised Parquet shards with a manifest out.
 
 Rows are streamed: besides one batch and one row group, memory holds 16 bytes (in a Python set, about 100) a prompt, the
-digests by which repeated and overlapping prompts are found. The eval set is read first. A training row that is also in
-it is bad; rows that this stage generates itself are drawn again instead.
+digests by which repeated and overlapping prompts are found. The eval set is read first. A training row that asks the
+same, whatever its system message, is bad; rows that this stage generates itself are drawn again instead.
 """
 
 import contextlib
@@ -52,14 +52,15 @@ def _prepare(job: Job, spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[
         renderer = Renderer(_local_tokenizer(spec, stack), spec)
         quarantine = Quarantine(job.dir / Quarantine.FILE)
         stack.callback(quarantine.close)
-        sets, held_out = {}, frozenset[bytes]()
+        sets: dict[str, Any] = {}
+        held_out: set[bytes] | None = None
         for name in SETS:
             writer = ShardWriter(staged, name, spec.rows_per_shard)
             builder = PromptSetBuilder(name, renderer, writer, quarantine, held_out)
             builder.read(getattr(spec, name), lambda rows, bad, name=name: job.progress(
                 f"prepare {name}", rows=rows, bad=bad))
             sets[name] = builder.finish(spec.max_bad_share) | {"sources": fingerprints[name]}
-            held_out = frozenset(builder.seen)
+            held_out = builder.asked
         quarantine.close()
         shutil.copyfile(quarantine.path, staged / Quarantine.FILE)
         manifest = {

@@ -27,6 +27,8 @@ class Candidate:
     task: str
     metadata: dict[str, Any]
     tools: list[Any] | None = None
+    question: str | None = None
+    """Of a generated row: what is asked, before any template."""
 
     @property
     def text(self) -> str:
@@ -38,11 +40,25 @@ class Candidate:
         return BadRow(self.file, self.line, kind, reason)
 
     def digest(self) -> bytes:
-        """Of what the model is asked, white space around messages aside; not of the answer."""
-        parts: Any = self.content.strip() if isinstance(self.content, str) else [
-            [message["role"], message["content"].strip()] for message in self.content]
-        text = json.dumps([parts, self.tools] if self.tools else parts, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+        """Of all that the model is given, white space around messages aside; not of the answer."""
+        parts = self._turns()
+        return _digest([parts, self.tools] if self.tools else parts)
+
+    def asked_digest(self) -> bytes:
+        """Of the task alone: a held-out question in other words of the system is still the held-out question."""
+        if self.question is not None:
+            return _digest(self.question.strip())
+        turns = self._turns()
+        return _digest(turns if isinstance(turns, str) else [turn for turn in turns if turn[0] != "system"])
+
+    def _turns(self) -> Any:
+        if isinstance(self.content, str):
+            return self.content.strip()
+        return [[message["role"], message["content"].strip()] for message in self.content]
+
+
+def _digest(parts: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 class _Wrong(ValueError):
@@ -65,8 +81,8 @@ def check_row(row: Row, source: FileSource, chat: bool) -> Candidate | BadRow:
         tools = fields.pop(source.tools_field, None) if source.tools_field else None
         if tools is not None and not isinstance(tools, list):
             raise _Wrong("schema", f"{source.tools_field} is {type(tools).__name__}, not a list")
-        task_name = task if isinstance(task, str) and task else _stem(row.file)
-        return Candidate(row.file, row.line, content, answer, task_name, _as_json(fields), tools or None)
+        task_name = _check_encodable(task) if isinstance(task, str) and task else _stem(row.file)
+        return Candidate(row.file, row.line, content, answer, task_name, _as_json(fields), _as_json(tools) or None)
     except _Wrong as wrong:
         return BadRow(row.file, row.line, *wrong.args)
 

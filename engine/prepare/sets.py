@@ -25,14 +25,15 @@ class PromptSetBuilder:
     """Reads the sources of one set into a writer; what is wrong goes to the quarantine."""
 
     def __init__(self, name: str, renderer: Renderer, writer: ShardWriter, quarantine: Quarantine,
-                 held_out: frozenset[bytes] = frozenset()):
-        """Args: held_out: digests of prompts that may not be in this set."""
+                 held_out: set[bytes] | None = None):
+        """Args: held_out: another set's `asked`, which this one may not ask; None: others are held to this one."""
         self.name = name
-        self.seen: set[bytes] = set()
-        """Digests of the set's prompts."""
+        self.asked: set[bytes] = set()
+        """Digests of what the set asks; empty when it has a `held_out`."""
         self.counts: Counter[str] = Counter()
         """`rows` = `good` + `bad` + `dropped`; `bad/KIND`; `cut`, `redrawn`; `tokens` of the good ones."""
         self._renderer, self._writer, self._quarantine, self._held_out = renderer, writer, quarantine, held_out
+        self._seen: set[bytes] = set()
         self._batch: list[Unique | BadRow] = []
 
     def read(self, spec: PromptSetSpec, report: Callable[[int, int], None]) -> None:
@@ -85,24 +86,32 @@ class PromptSetBuilder:
 
     def _first_of_its_kind(self, candidate: Candidate) -> Unique | BadRow:
         digest = candidate.digest()
-        if digest in self._held_out:
-            return candidate.bad("overlap", f"the eval set has the same prompt (id {digest.hex()[:16]})")
-        if digest in self.seen:
+        if digest in self._seen:
             return candidate.bad("duplicate", f"an earlier row has the same prompt (id {digest.hex()[:16]})")
-        self.seen.add(digest)
+        if not self._may_ask(candidate):
+            return candidate.bad("overlap", f"the eval set has the same prompt (id {digest.hex()[:16]})")
+        self._seen.add(digest)
         return candidate, digest
+
+    def _may_ask(self, candidate: Candidate) -> bool:
+        asked = candidate.asked_digest()
+        if self._held_out is not None:
+            return asked not in self._held_out
+        self.asked.add(asked)
+        return True
 
     def _draw(self, source: GeneratedSource) -> Iterator[Unique]:
         """Make rows until there are `size` different ones that are not held out."""
         file, made = f"{source.kind}:{source.task}", 0
+        shown = {shot.question for shot in source.demonstrations}
         limit = source.size * TRIES_PER_ROW + 1000
         for number, entry in enumerate(gym.generate(source), start=1):
             candidate = self._as_candidate(source, entry, file, number)
             digest = candidate.digest()
-            if digest in self.seen or digest in self._held_out:
+            if digest in self._seen or entry["question"] in shown or not self._may_ask(candidate):
                 self.counts["redrawn"] += 1
             else:
-                self.seen.add(digest)
+                self._seen.add(digest)
                 made += 1
                 yield candidate, digest
             if made == source.size:
@@ -120,7 +129,8 @@ class PromptSetBuilder:
                 {"role": "user", "content": source.prompt.replace("{question}", shot.question)},
                 {"role": "assistant", "content": shot.response})]
             content = [*system, *shown, {"role": "user", "content": content}]
-        return Candidate(file, number, content, str(entry["answer"]), source.task, gym.keep_entry(source, entry))
+        return Candidate(file, number, content, str(entry["answer"]), source.task, gym.keep_entry(source, entry),
+                         question=entry["question"])
 
     def _flush(self) -> None:
         """Tokenise what was collected and write it, good and bad rows in their order."""
