@@ -86,6 +86,8 @@ def build_missing(wanted: list[Environment]) -> None:
     folder = wanted[0].venv.parent
     with sole_builder(folder):
         stale = [environment for environment in wanted if environment.built() != environment.wanted()]
+        if not stale:
+            return  # the one that held the lock before built them
         require_space(folder, sum(e.gigabytes for e in stale if not e.reusable()))
         require_venv_module()
         with ThreadPoolExecutor(len(stale)) as pool, stop_pips_on_error():
