@@ -128,6 +128,8 @@ def transformer_config(model: ModelConfig, world: World, *, sequence_parallel: b
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
+        # The activation is a module of the layer spec (ours, see model.py) that sees gate and up together.
+        use_te_activation_func=True,
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,

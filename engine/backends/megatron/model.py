@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.megatron.config import ModelConfig, Rope, read_model_config, transformer_config
+from engine.backends.megatron.kernels import Rotate, SwiGLU
 from engine.backends.megatron.logprobs import VocabShard
 from engine.backends.megatron.parallel import World
 from engine.resharding.megatron import padded_vocab_size
@@ -53,7 +54,7 @@ class CausalAttention(MegatronModule):
         """
         assert attention_mask is None and self.rotary is not None
         cos, sin = self.rotary.tables(query.shape[0], query.dtype)
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        query, key = Rotate.apply(query, cos, sin), Rotate.apply(key, cos, sin)
         context = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3),
             is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
@@ -68,18 +69,24 @@ class Rotary:
         self._tables = torch.empty(2, 0)
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [length, 1, 1, head_dim]."""
+        """cos and sin, each [length, 1, 1, head_dim / 2]."""
         if self._tables.shape[1] < length or self._tables.dtype != dtype:
             positions = torch.arange(length, device=self._frequencies.device, dtype=torch.float32)
-            angles = torch.outer(positions, self._frequencies).repeat(1, 2)[:, None, None, :]
+            angles = torch.outer(positions, self._frequencies)[:, None, None, :]
             self._tables = torch.stack([angles.cos(), angles.sin()]).to(dtype)
         cos, sin = self._tables[:, :length]
         return cos, sin
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+class GatedActivation(torch.nn.Module):
+    """SwiGLU of Megatron's fused [gate; up] in one step each way."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[T, b, 2 F] -> [T, b, F]."""
+        return SwiGLU.apply(gate_up)
 
 
 class CausalLM(GPTModel):
@@ -152,6 +159,7 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.mlp.submodules.activation_func = GatedActivation
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:

@@ -10,7 +10,6 @@ from engine.backends.megatron.schedule import check_schedule, learning_rate
 from engine.spec.train import OptimizerSpec
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
@@ -33,7 +32,10 @@ class Optimizer:
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
             network,
         )
-        self.wrapped.broadcast_params()
+        if world.dp_size > 1:
+            self.wrapped.broadcast_params()
+        else:
+            _spare_collectives(self.wrapped)
         config.finalize_model_grads_func = _finalize
         self.megatron = get_megatron_optimizer(_optimizer_config(spec, config), [self.wrapped])
         self.parts: list[DistributedOptimizer] = [
@@ -64,8 +66,10 @@ class Optimizer:
             return lr
         for group in self.megatron.param_groups:
             group["lr"] = lr
-        for part in self.parts:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), self.spec.max_grad_norm, grad_norm)
+        if grad_norm > self.spec.max_grad_norm:
+            for part in self.parts:
+                grads = [param.grad for param in part.get_parameters() if param.grad is not None]
+                torch._foreach_mul_(grads, self.spec.max_grad_norm / grad_norm)
         self.megatron.step_with_ready_grads()
         return lr
 
@@ -84,6 +88,12 @@ def _optimizer_config(spec: OptimizerSpec, config: Any) -> OptimizerConfig:
 def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     # Losses carry their denominators: Megatron must not divide by its own token count.
     finalize_model_grads(model, None, **kwargs)
+
+
+def _spare_collectives(wrapped: DistributedDataParallel) -> None:
+    """Without replicas there is nothing to reduce or gather; gloo would copy all parameters and gradients to itself."""
+    for group in wrapped.bucket_groups:
+        group.start_grad_sync = group.start_param_sync = lambda *args, **kwargs: None
 
 
 def _prepare_adam(part: DistributedOptimizer) -> None:
