@@ -67,7 +67,8 @@ class Draw:
     def _megatron(self, shape: ModelShape, world_size: int) -> list[Sharding]:
         sizes = range(1, world_size + 1)
         layouts = [ParallelLayout(tp=tp, pp=pp, dp=dp, ep=ep)
-                   for tp, pp, dp, ep in itertools.product(sizes, sizes, sizes, (1, 2, 4)) if tp * pp * dp == world_size]
+                   for tp, pp, dp, ep in itertools.product(sizes, sizes, sizes, (1, 2, 4))
+                   if tp * pp * dp == world_size]
         found = []
         for layout, options in itertools.product(layouts, ({}, {"vocab_multiple": 16}, {"virtual_stages": 2})):
             found += _possible(MegatronSharding, shape, layout, **options)

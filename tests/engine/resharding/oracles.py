@@ -22,9 +22,10 @@ def pad_rows(table: Tensor, rows: int, fill: float) -> Tensor:
     return torch.cat([table, torch.full((rows - len(table), table.shape[1]), fill)])
 
 
-def megatron_params(full: dict[str, Tensor], shape: ModelShape, layout: ParallelLayout, rank: int, *,
-                    vocab_multiple: int = 1, virtual_stages: int = 1) -> dict[str, Tensor]:
+def megatron_params(full: dict[str, Tensor], shape: ModelShape, layout: ParallelLayout, rank: int,
+                    options: tuple[int, int] = (1, 1)) -> dict[str, Tensor]:
     """The parameters of a GPTModel (a list of them, named `model{i}.`, with virtual stages) on one rank."""
+    vocab_multiple, virtual_stages = options
     tp_rank, dp_rank, pp_rank = rank % layout.tp, rank // layout.tp % layout.dp, rank // layout.tp // layout.dp
     rows = -(-shape.vocab_size // (vocab_multiple * layout.tp)) * vocab_multiple * layout.tp
 

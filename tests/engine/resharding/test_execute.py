@@ -18,7 +18,6 @@ from engine.resharding.fsdp import FsdpSharding
 from engine.resharding.megatron import MegatronSharding
 from engine.resharding.placement import Placement
 from engine.resharding.plan import plan_rank
-from engine.resharding.sharding import FullSharding
 from engine.resharding.views import LowRank, shared_views
 from engine.resharding.vllm import VllmSharding
 from tests.engine.multiprocess import Ranks
@@ -27,6 +26,7 @@ from tests.engine.resharding.cases import Case, seeded_cases
 
 LLAMA = ModelShape("llama", 4, 64, 96, 8, 4, 8, 100, True)
 CASES = 96
+SOON = SyncOptions(timeout_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def expected(sharding, shape, full, rank):
     """What the oracle says `rank` holds."""
     index = list(sharding.ranks).index(rank)
     if isinstance(sharding, MegatronSharding):
-        return oracles.megatron_params(full, shape, sharding.layout, index, vocab_multiple=sharding.vocab_multiple,
-                                       virtual_stages=sharding.virtual_stages)
+        return oracles.megatron_params(full, shape, sharding.layout, index,
+                                       (sharding.vocab_multiple, sharding.virtual_stages))
     if isinstance(sharding, VllmSharding):
         return oracles.vllm_params(full, shape, sharding.tp, index, expert_parallel=sharding.expert_parallel)
     return oracles.fsdp_params(full, sharding.world_size, index) if isinstance(sharding, FsdpSharding) else dict(full)
@@ -52,7 +52,7 @@ def world():
     return dist.get_rank()
 
 
-def transfer(case: Case, src_params, dst_params, options=SyncOptions(timeout_s=60)):
+def transfer(case: Case, src_params, dst_params, options=SOON):
     plan = plan_rank(case.src, case.dst, dist.get_rank(), Placement(case.ranks_per_node))
     report = WeightSync(plan, src_params, dst_params, None, options).run(1)
     assert (report.bytes_received, report.bytes_sent) == (rank_cost(plan, 4).received, rank_cost(plan, 4).sent)
@@ -116,7 +116,7 @@ def cast_on_the_way():
     case = megatron_to_vllm((4, 2, 1), 2)
     src, want, got = llama_params(case, torch.bfloat16)
     plan = plan_rank(case.src, case.dst, dist.get_rank())
-    report = WeightSync(plan, src, got, None, SyncOptions(timeout_s=60)).run(1)
+    report = WeightSync(plan, src, got, None, SOON).run(1)
     assert_equal(got, want)
     return report.bytes_received == lower_bound(plan, 2)
 
@@ -129,7 +129,7 @@ def versions():
     world()
     case = megatron_to_vllm((2, 2, 2), 4)
     src, want, got = llama_params(case)
-    sync = WeightSync(plan_rank(case.src, case.dst, dist.get_rank()), src, got, None, SyncOptions(timeout_s=60))
+    sync = WeightSync(plan_rank(case.src, case.dst, dist.get_rank()), src, got, None, SOON)
     with pytest.raises(ReshardError, match="no complete policy version"):
         sync.require(3)
     first = sync.run(3)
@@ -170,7 +170,7 @@ def one_wrong_shape(fault: str):
         elif fault == "dtype":
             src["decoder.final_layernorm.weight"] = torch.zeros(64, dtype=torch.float64)
     try:
-        WeightSync(plan_rank(case.src, case.dst, rank), src, got, None, SyncOptions(timeout_s=60))
+        WeightSync(plan_rank(case.src, case.dst, rank), src, got, None, SOON)
     except LayoutError as error:
         return str(error)
     return "accepted"
@@ -219,7 +219,7 @@ def memory_shared_with_the_source():
     layers = {int(name.split(".")[2]) for name in shared if "layers" in name}
     assert layers == ({0, 1} if rank < 4 else {2, 3})
     assert not any("qkv" in name for name in shared) and any("gate_up" in name for name in shared)
-    report = WeightSync(plan, src, got | shared, None, SyncOptions(timeout_s=60)).run(1)
+    report = WeightSync(plan, src, got | shared, None, SOON).run(1)
     assert_equal(got | shared, want)
     assert report.bytes_shared == sum(4 * view.numel() for view in shared.values())
     name, view = next(iter(shared.items()))
@@ -237,7 +237,7 @@ def failure_then_success():
     rank = world()
     case = megatron_to_vllm((4, 2, 1), 2)
     src, want, got = llama_params(case)
-    sync = WeightSync(plan_rank(case.src, case.dst, rank), src, got, None, SyncOptions(timeout_s=60))
+    sync = WeightSync(plan_rank(case.src, case.dst, rank), src, got, None, SOON)
     sync.run(1)
     whole = sync._land
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from engine.errors import LayoutError, ReshardError
 from engine.layout import GenerationLayout, ModelShape, ParallelLayout
-from engine.resharding.boxes import intersect, volume
+from engine.resharding.boxes import full_box, intersect, volume
 from engine.resharding.cost import lower_bound, rank_cost
 from engine.resharding.megatron import MegatronSharding
 from engine.resharding.placement import Placement
@@ -76,9 +76,8 @@ def test_pieces_cover_what_a_rank_holds_and_no_parameter_element_twice(case):
             for piece in holdings.pieces:
                 assert 0 < volume(piece.box)
                 elements[piece.tensor] += volume(piece.box)
-                shape, lead = holdings.params[piece.param], len(piece.at) - len(piece.box)
-                sizes = [1] * lead + [stop - start for start, stop in piece.box]
-                assert all(0 <= at and at + size <= extent for at, size, extent in zip(piece.at, sizes, shape, strict=True))
+                whole = full_box(holdings.params[piece.param])
+                assert intersect(area(piece), whole) == area(piece)
             copies = {name: sum(volume(box) for box in own) for name, own in boxes(sharding, rank).items()}
             assert elements == copies
             assert_no_overlap(holdings)
@@ -87,11 +86,16 @@ def test_pieces_cover_what_a_rank_holds_and_no_parameter_element_twice(case):
 def assert_no_overlap(holdings) -> None:
     placed: dict = {}
     for piece in holdings.pieces:
-        sizes = [1] * (len(piece.at) - len(piece.box)) + [stop - start for start, stop in piece.box]
-        placed.setdefault(piece.param, []).append(tuple((a, a + n) for a, n in zip(piece.at, sizes, strict=True)))
+        placed.setdefault(piece.param, []).append(area(piece))
     for areas in placed.values():
-        for index, area in enumerate(areas):
-            assert not any(intersect(area, other) for other in areas[:index])
+        for index, own in enumerate(areas):
+            assert not any(intersect(own, other) for other in areas[:index])
+
+
+def area(piece):
+    """The piece's place in its parameter, as a box."""
+    sizes = [1] * (len(piece.at) - len(piece.box)) + [stop - start for start, stop in piece.box]
+    return tuple((at, at + size) for at, size in zip(piece.at, sizes, strict=True))
 
 
 @some
@@ -102,8 +106,8 @@ def test_a_slice_comes_from_the_same_node_when_a_rank_there_has_it(case):
         node = plan.placement.node
         for t in plan.recvs:
             if node(t.src) != node(t.dst):
-                near = [rank for rank in case.src.ranks if node(rank) == node(t.dst)]
-                assert not any(intersect(box, t.box) == t.box for rank in near for box in held[rank].get(t.tensor.name, ()))
+                near = [held[rank].get(t.tensor.name, ()) for rank in case.src.ranks if node(rank) == node(t.dst)]
+                assert not any(intersect(box, t.box) == t.box for own in near for box in own)
 
 
 @pytest.mark.parametrize(("train", "serve"), [((2, 1, 4), 4), ((2, 2, 2), 1), ((1, 1, 8), 8), ((4, 1, 2), 2)])
