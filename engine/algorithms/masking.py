@@ -59,8 +59,6 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, *, centre: bool = True
     count = moments[0].clamp(min=1)
     mean = moments[1] / count
     variance = (moments[2] / count - mean.square()).clamp(min=0)
-    # Sums of squares lose the variance of equal values to rounding: below this share of the mean it is none.
-    variance = torch.where(variance > 1e-12 * mean.square(), variance, torch.zeros_like(variance))
     scaled = (values.double() - mean) / (variance + 1e-8).sqrt()
     if not centre:
         scaled = scaled + mean
