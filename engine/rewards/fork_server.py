@@ -13,13 +13,13 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from pydantic import TypeAdapter
 
 from engine.rewards.functions import reward_function
 from engine.rewards.outcome import LENGTH, MAX_MESSAGE_BYTES, RECORD, Case, Outcome, Verdict
-from engine.spec.reward import Reward
+from engine.spec.reward import JudgeReward, Reward
 
 WORKER_MEMORY_BYTES = 4 << 30
 """Address space of a worker: a verifier that allocates without end gets a MemoryError, not the machine."""
@@ -33,7 +33,8 @@ def main(control: socket.socket) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    functions = [reward_function(reward) for reward in rewards]
+    functions = {index: reward_function(reward) for index, reward in enumerate(rewards)
+                 if not isinstance(reward, JudgeReward)}
     # Not reaped before the pool says so: until then the kernel gives the pid to nobody else.
     children: set[int] = set()
     while True:
@@ -60,7 +61,7 @@ def _kill(children: set[int], pid: int) -> None:
         children.remove(pid)
 
 
-def _run_worker(connection: socket.socket, functions: Sequence[Callable[[Case], Verdict]]) -> None:
+def _run_worker(connection: socket.socket, functions: Mapping[int, Callable[[Case], Verdict]]) -> None:
     """Serve until end of file; never returns into the fork server's code."""
     try:
         parent = os.getppid()
@@ -75,19 +76,19 @@ def _run_worker(connection: socket.socket, functions: Sequence[Callable[[Case], 
         os._exit(1)
 
 
-def _serve(connection: socket.socket, functions: Sequence[Callable[[Case], Verdict]]) -> None:
+def _serve(connection: socket.socket, functions: Mapping[int, Callable[[Case], Verdict]]) -> None:
     reader = connection.makefile("rb")
     connection.sendall(RECORD.pack(0, 0, Outcome.READY, 0, os.getpid()))
     while header := reader.read(LENGTH.size):
         # Bytes of our own parent over a private socket.
         units, cases = pickle.loads(reader.read(*LENGTH.unpack(header)))  # noqa: S301
         for row, reward in units:
-            outcome, score, message = judge(functions[reward], cases[row])
+            outcome, score, message = evaluate(functions[reward], cases[row])
             text = message.encode(errors="replace")[:MAX_MESSAGE_BYTES]
             connection.sendall(RECORD.pack(row, reward, outcome, len(text), score) + text)
 
 
-def judge(function: Callable[[Case], Verdict], case: Case) -> tuple[Outcome, float, str]:
+def evaluate(function: Callable[[Case], Verdict], case: Case) -> tuple[Outcome, float, str]:
     """Score one case; whatever the function raises becomes an outcome."""
     try:
         verdict = function(case)

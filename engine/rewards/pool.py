@@ -5,14 +5,16 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
 from engine.errors import FaultError
 from engine.prompts import Prompt
+from engine.rewards.judge import Judge
 from engine.rewards.outcome import Case, Outcome
 from engine.rewards.workers import ForkServer, Result, Unit, Worker
-from engine.spec.reward import Reward, reward_names
+from engine.spec.reward import JudgeReward, Reward, reward_names
 
 MAX_CHUNK = 32
 """Verifier calls sent to a worker at once: bounds what is sent again when it is killed."""
@@ -79,6 +81,9 @@ class ScoringPool:
         """
         self.rewards = list(rewards)
         self.names = reward_names(self.rewards)
+        # Judges wait for a network and need no process of their own.
+        self._judges = {index: Judge(reward) for index, reward in enumerate(self.rewards)
+                        if isinstance(reward, JudgeReward)}
         self._selector = selectors.DefaultSelector()
         self._server = ForkServer(self.rewards)
         for _ in range(num_workers or os.cpu_count() or 1):
@@ -104,11 +109,17 @@ class ScoringPool:
             FaultError: the scoring processes cannot be started.
         """
         run = _Run(self.rewards, items, self._chunk_size(len(items)))
-        while run.missing:
-            self._feed(run)
-            for key, _ in self._selector.select(self._patience()):
-                self._collect(run, key.data)
-            self._end_overdue(run)
+        with ThreadPoolExecutor(max(1, len(self._judges)), thread_name_prefix="judges") as threads:
+            cases = [_as_case(item) for item in items] if self._judges else []
+            grades = {index: threads.submit(judge.grade, cases) for index, judge in self._judges.items()}
+            while run.missing:
+                self._feed(run)
+                for key, _ in self._selector.select(self._patience()):
+                    self._collect(run, key.data)
+                self._end_overdue(run)
+            for index, future in grades.items():
+                for row, grade in enumerate(future.result()):
+                    run.record((row, index, *grade))
         return run.scores(self.names)
 
     def _chunk_size(self, num_items: int) -> int:
@@ -184,11 +195,13 @@ class _Run:
 
     def __init__(self, rewards: list[Reward], items: Sequence[Scorable], chunk_size: int):
         self._rewards, self._items, self._chunk_size = rewards, items, chunk_size
-        self._todo: deque[Unit] = deque((row, reward) for row in range(len(items)) for reward in range(len(rewards)))
+        local = [index for index, reward in enumerate(rewards) if not isinstance(reward, JudgeReward)]
+        self._todo: deque[Unit] = deque((row, index) for row in range(len(items)) for index in local)
         self._scores = [[0.0] * len(items) for _ in rewards]
         self._outcomes = [[Outcome.ERROR] * len(items) for _ in rewards]
         self._messages: list[str] = []
         self.missing = len(self._todo)
+        """Verifier calls that have not been answered."""
 
     def next_chunk(self) -> list[Unit]:
         return [self._todo.popleft() for _ in range(min(self._chunk_size, len(self._todo)))]

@@ -127,7 +127,7 @@ class JudgeReward(RewardBase):
     scale: float = Field(10.0, gt=0)
     """Best grade."""
     timeout_s: float = Field(60.0, gt=0)
-    """Of one sample, waiting for its turn and retries included."""
+    """Of one sample, the rate limit's waiting and retries included."""
     max_retries: int = Field(4, ge=0)
     max_concurrent: Count = 16
     max_requests_per_s: float = Field(20.0, gt=0)
