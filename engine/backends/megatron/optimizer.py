@@ -38,6 +38,9 @@ class Optimizer:
             _spare_collectives(self.wrapped)
         config.finalize_model_grads_func = _finalize
         self.megatron = get_megatron_optimizer(_optimizer_config(spec, config), [self.wrapped])
+        for group in self.megatron.param_groups:
+            # Megatron leaves this to its own scheduler: 0 for biases and norms, 1 for matrices.
+            group["weight_decay"] = spec.weight_decay * group["wd_mult"]
         self.parts: list[DistributedOptimizer] = [
             part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
         for part in self.parts:
