@@ -1,6 +1,8 @@
 """What the tasks of `review_candidate` do: find the two models, judge the evidence, promote or reject."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -70,12 +72,10 @@ def promote(**context: Any) -> dict[str, str]:
     with airflow_errors():
         found = _loaded(context)
         candidate = _version(found["model"], found["candidate"])
-        try:
+        with registry_conflicts():
             champion = registry.promote(
                 candidate, base=_champion(found), files_hash=hash_model_dir(candidate.export_uri),
                 decision=_decision(context, "approved"))
-        except registry.RegistryConflict as conflict:
-            raise AirflowFailException(f"RegistryConflict: {conflict}; review the candidate again") from None
         announcement = {"model": champion.model, "version": champion.version, "export_uri": champion.export_uri,
                         "weights_hash": champion.weights_hash}
         context["outlet_events"][CHAMPION].extra = announcement
@@ -87,8 +87,18 @@ def reject(**context: Any) -> dict[str, str]:
     with airflow_errors():
         found = _loaded(context)
         decision = _decision(context, "rejected")
-        registry.reject(_version(found["model"], found["candidate"]), decision)
+        with registry_conflicts():
+            registry.reject(_version(found["model"], found["candidate"]), decision)
         return {"model": found["model"], "version": found["candidate"], "by": decision.by, "reason": decision.reason}
+
+
+@contextlib.contextmanager
+def registry_conflicts() -> Iterator[None]:
+    """A registry that changed meanwhile fails the task for good: trying again would only find it changed again."""
+    try:
+        yield
+    except registry.RegistryConflict as conflict:
+        raise AirflowFailException(f"RegistryConflict: {conflict}") from None
 
 
 def _decision(context: Context, verb: str) -> registry.Decision:

@@ -83,13 +83,13 @@ def train_spec(run: Run, stage: int) -> TrainSpec:
         resume_from = output(run, train_task(stage - 1), "checkpoint")
     return parse_spec({
         "stage": "train", **section, "model": run.base_model, "prompts": output(run, "prepare", "prompts"),
-        "resume_from": resume_from, "checkpoint_dir": f"{run.root}/checkpoints",
-        "export_dir": f"{run.root}/stage_{stage}/export", "tracking": run.tracking.model_dump()})
+        "resume_from": resume_from, "checkpoint_dir": f"{run.root}/{stage_name(stage)}/checkpoints",
+        "export_dir": f"{run.root}/{stage_name(stage)}/export", "tracking": run.tracking.model_dump()})
 
 
 def evaluate_spec(run: Run, stage: int) -> EvaluateSpec:
     """The evaluation of a stage's model beside the model it started from."""
-    models = {"base": run.base_model, f"stage_{stage}": output(run, train_task(stage), "export")}
+    models = {"base": run.base_model, stage_name(stage): output(run, train_task(stage), "export")}
     return comparison_spec(run, models, prompts=output(run, "prepare", "prompts"))
 
 
@@ -161,14 +161,19 @@ def evaluations_of(results: Mapping[str, RunResult]) -> dict[int, dict[str, floa
     return found
 
 
+def stage_name(stage: int) -> str:
+    """Name of a stage: its task group, its MLflow run, its model in an evaluation."""
+    return f"stage_{stage}"
+
+
 def train_task(stage: int) -> str:
     """Task id of a stage's training."""
-    return f"stage_{stage}.train"
+    return f"{stage_name(stage)}.train"
 
 
 def evaluate_task(stage: int) -> str:
     """Task id of a stage's evaluation."""
-    return f"stage_{stage}.evaluate"
+    return f"{stage_name(stage)}.evaluate"
 
 
 def prompts_uri(root: str) -> str:

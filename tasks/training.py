@@ -32,8 +32,9 @@ def begin(**context: Any) -> dict[str, str]:
         deployment.engine_python()
         parent = tracking.parent_run(
             plan.registry.experiment, f"{ti.dag_id}/{ti.run_id}", name=f"{params['preset']} {ti.run_id}",
-            lineage=tracking.Lineage(base_model=version or base, airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id,
-                                     spec_hash=hash_spec(plan)))
+            lineage=tracking.Lineage(
+                git_sha=tracking.git_sha(), base_model=version or base, spec_hash=hash_spec(plan),
+                airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id))
         if parent is None:
             raise SpecError("MLFLOW_TRACKING_URI is not set, so there is no registry for the candidate; set it for the workers")
         root = runs.run_root(ti.dag_id, ti.run_id)
@@ -81,9 +82,13 @@ def job(context: Context, *, build: Callable[..., Spec], needs: tuple[str, ...] 
     file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
     if stage is None:
         return build(view(file, context, needs, TrackingSpec()))
-    nested = tracking.stage_run(file.tracking, f"stage_{stage}", lineage=tracking.Lineage(
+    return build(view(file, context, needs, stage_run(file, stage)), stage)
+
+
+def stage_run(file: runs.RunFile, stage: int) -> TrackingSpec:
+    """The MLflow run of a stage."""
+    return tracking.stage_run(file.tracking, stages.stage_name(stage), lineage=tracking.Lineage(
         base_model=file.base_version or file.base_model, airflow_dag_id=file.dag_id, airflow_run_id=file.run_id))
-    return build(view(file, context, needs, nested), stage)
 
 
 def go_on(context: Context, *, stage: int) -> stages.Decision:
@@ -115,7 +120,8 @@ def register(**context: Any) -> dict[str, Any]:
         runs.write_candidate(root, runs.CandidateFile(
             model=name, version=version.version, stage=last, export_uri=export, weights_hash=version.weights_hash,
             prompts=stages.output(run, "prepare", "prompts"), training=train.metrics))
-        tracking.finish_run(file.tracking, status="FINISHED", metrics=evaluation.metrics)
+        for done, metrics in ((file.tracking, evaluation.metrics), *((stage_run(file, k), {}) for k in range(1, last + 1))):
+            tracking.finish_run(done, status="FINISHED", metrics=metrics)
         announcement = {"model": name, "version": version.version, "run_uri": root}
         context["outlet_events"][CANDIDATE].extra = announcement
         return {**announcement, "stage": last}

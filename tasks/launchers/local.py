@@ -12,15 +12,15 @@ from typing import Any
 from engine.errors import FaultError, SpecError
 from engine.spec.job import HEARTBEAT_FILE, JOB_FILE
 from tasks import deployment
-from tasks.launchers.processes import JOB_VARIABLE, end_processes, is_running
+from tasks.launchers.processes import JOB_VARIABLE, Mark, is_running, session_of
 
 START_LIMIT_S = 30.0
 KILL_GRACE_S = 2.5
 FOREIGN_HEARTBEAT_S = 60.0
 """A job of another host counts as alive when its heartbeat is younger than this: its pids mean nothing here."""
 
-# What Airflow and MLflow's server know, and an engine must not.
-PRIVATE_PREFIXES = ("AIRFLOW_", "_AIRFLOW", "__AIRFLOW")
+# What Airflow knows and an engine must not; and jobs outlive the stack that started them.
+PRIVATE_PREFIXES = ("AIRFLOW_", "_AIRFLOW", "__AIRFLOW", "RATCHET_STACK")
 
 
 def start(directory: Path, stage: str, *, attempt: int, ranks: int) -> None:
@@ -40,7 +40,7 @@ def start(directory: Path, stage: str, *, attempt: int, ranks: int) -> None:
         if wrapper.poll() is not None and not (directory / JOB_FILE).exists():
             raise FaultError(f"{directory}: the job's wrapper ended with {wrapper.returncode} before it started the job")
         if time.monotonic() > deadline:
-            end_processes(directory, grace_s=0.0)
+            mark_of(directory).end(grace_s=0.0)
             raise FaultError(f"{directory}: the job's wrapper did not start within {START_LIMIT_S:.0f} s")
         time.sleep(0.02)
 
@@ -57,9 +57,19 @@ def alive(directory: Path, record: dict[str, Any]) -> bool:
 
 def kill(directory: Path) -> None:
     """End every process of the job: SIGTERM, then SIGKILL."""
-    left = end_processes(directory, grace_s=KILL_GRACE_S)
+    left = mark_of(directory).end(grace_s=KILL_GRACE_S)
     if left:
         raise FaultError(f"{directory}: processes {sorted(left)} survive SIGKILL; the kernel holds them (a stuck device?)")
+
+
+def mark_of(directory: Path) -> Mark:
+    """How to recognise the processes of a job's last attempt."""
+    try:
+        record = json.loads((directory / JOB_FILE).read_text())
+    except (OSError, ValueError):
+        return Mark(directory)
+    here = record["host"] == socket.gethostname()
+    return Mark(directory, sessions=frozenset(session_of(record) if here else ()))
 
 
 def slots_for(stage: str, ranks: int) -> tuple[list[str], int, bool]:

@@ -1,14 +1,17 @@
 """Which processes belong to a job, and how to end them. Reads /proc; standard library only (the wrapper uses it).
 
 A process group is not enough: torchrun starts every rank in a session of its own. A job's processes are those that carry
-its directory in their environment, and the descendants of those (a library may overwrite its environment).
+its directory in their environment, those in the session of its first process (a program may overwrite its environment to
+set its title), and the descendants of both.
 """
 
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 JOB_VARIABLE = "RATCHET_JOB_DIR"
 
@@ -19,6 +22,7 @@ class Process:
 
     pid: int
     parent: int
+    session: int
     state: str
     start_ticks: int
     """Clock ticks from boot to the start: with the pid, an identity that is not used twice."""
@@ -32,7 +36,7 @@ def read_process(pid: int) -> Process | None:
         return None
     # The command in parentheses may itself hold spaces and parentheses.
     fields = text[text.rindex(")") + 2:].split()
-    return Process(pid=pid, state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+    return Process(pid=pid, state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_ticks=int(fields[19]))
 
 
 def is_running(pid: int, start_ticks: int) -> bool:
@@ -41,42 +45,69 @@ def is_running(pid: int, start_ticks: int) -> bool:
     return process is not None and process.start_ticks == start_ticks and process.state not in "ZX"
 
 
-def processes_of(directory: Path) -> set[int]:
-    """Pids of all live processes of a job, the wrapper included and the caller excluded."""
-    marker = f"{JOB_VARIABLE}={directory}".encode()
-    processes = {p.pid: p for p in map(read_process, _pids()) if p is not None}
-    members = {pid for pid in processes if marker in _environment(pid)}
-    children: dict[int, list[int]] = {}
-    for process in processes.values():
-        children.setdefault(process.parent, []).append(process.pid)
-    queue = list(members)
-    while queue:
-        found = [pid for pid in children.get(queue.pop(), []) if pid not in members]
-        members.update(found)
-        queue.extend(found)
-    return {pid for pid in members - {os.getpid()} if processes[pid].state not in "ZX"}
+def boot_id() -> str:
+    """Changes when the machine starts: pids and ticks of another boot mean nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def end_processes(directory: Path, *, grace_s: float, limit_s: float = 2.0) -> set[int]:
-    """SIGTERM to every process of a job, SIGKILL to those left after `grace_s`.
+def identity(pid: int) -> dict[str, Any]:
+    """What `session_of` needs to know a process again: `pid`, `start_ticks`, `boot`."""
+    process = read_process(pid)
+    assert process is not None, f"process {pid} is gone"
+    return {"pid": pid, "start_ticks": process.start_ticks, "boot": boot_id()}
 
-    Args:
-        directory: the job's.
-        grace_s: seconds to end by themselves.
-        limit_s: seconds to wait for the kernel after SIGKILL.
-    Returns:
-        Pids that are still there; empty unless the kernel holds one (a process in an uninterruptible wait).
-    """
-    send(processes_of(directory), signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while (left := processes_of(directory)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    deadline = time.monotonic() + limit_s
-    while left and time.monotonic() < deadline:
-        send(left, signal.SIGKILL)
-        time.sleep(0.05)
-        left = processes_of(directory)
-    return left
+
+def session_of(record: Mapping[str, Any]) -> set[int]:
+    """The session that the process of an `identity` led, as long as its number cannot have been given to another."""
+    process = read_process(record["pid"])
+    reused = process is not None and process.start_ticks != record["start_ticks"]
+    return set() if reused or record["boot"] != boot_id() else {record["pid"]}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How to recognise the processes of one job or one stack."""
+
+    directory: Path
+    variable: str = JOB_VARIABLE
+    """Environment variable that holds the directory."""
+    sessions: frozenset[int] = frozenset()
+    """Sessions that belong to it."""
+
+    def processes(self) -> set[int]:
+        """Pids of all live processes, the caller excluded."""
+        marker = f"{self.variable}={self.directory}".encode()
+        processes = {p.pid: p for p in map(read_process, _pids()) if p is not None}
+        members = {pid for pid, p in processes.items() if p.session in self.sessions or marker in _environment(pid)}
+        children: dict[int, list[int]] = {}
+        for process in processes.values():
+            children.setdefault(process.parent, []).append(process.pid)
+        queue = list(members)
+        while queue:
+            found = [pid for pid in children.get(queue.pop(), []) if pid not in members]
+            members.update(found)
+            queue.extend(found)
+        return {pid for pid in members - {os.getpid()} if processes[pid].state not in "ZX"}
+
+    def end(self, *, grace_s: float, limit_s: float = 2.0) -> set[int]:
+        """SIGTERM to every process, SIGKILL to those left after `grace_s`.
+
+        Args:
+            grace_s: seconds to end by themselves.
+            limit_s: seconds to wait for the kernel after SIGKILL.
+        Returns:
+            Pids that are still there; empty unless the kernel holds one (a process in an uninterruptible wait).
+        """
+        send(self.processes(), signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        deadline = time.monotonic() + limit_s
+        while left and time.monotonic() < deadline:
+            send(left, signal.SIGKILL)
+            time.sleep(0.05)
+            left = self.processes()
+        return left
 
 
 def send(pids: set[int], signum: int) -> None:

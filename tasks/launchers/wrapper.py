@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tasks.launchers.processes import end_processes, read_process
+from tasks.launchers.processes import Mark, identity
 
 LOCK_FILE = "wrapper.lock"
 GRACE_S = 1.5
@@ -58,11 +58,14 @@ def main(config: dict[str, Any]) -> int:
 
 def describe(config: dict[str, Any], started: float) -> dict[str, Any]:
     """The content of job.json."""
-    me = read_process(os.getpid())
-    assert me is not None, "a process sees itself in /proc"
     return {
-        "launcher": "local", "pid": me.pid, "pgid": os.getpgid(0), "start_ticks": me.start_ticks, "started": started,
+        "launcher": "local", **identity(os.getpid()), "pgid": os.getpgid(0), "started": started,
         "host": socket.gethostname(), "attempt": config["attempt"], "command": config["command"]}
+
+
+def mark_of(directory: Path) -> Mark:
+    """The processes of the job that this wrapper leads."""
+    return Mark(directory, sessions=frozenset({os.getpid()}))
 
 
 def run(directory: Path, config: dict[str, Any]) -> tuple[int, int | None]:
@@ -88,10 +91,10 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
             config["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=directory,
             env=environment)
         status = reap_until(engine.pid)
-        end_processes(directory, grace_s=0.0)
+        mark_of(directory).end(grace_s=0.0)
     except Stopped:
         ignore_stop()
-        end_processes(directory, grace_s=GRACE_S)
+        mark_of(directory).end(grace_s=GRACE_S)
         return EXIT_KILLED, int(signal.SIGTERM)
     except OSError as error:
         log.write(f"error: cannot start {config['command'][0]}: {error}\n".encode())

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launchers import local, processes
+from tasks.launchers import local
 from tests.mlflow_server import MlflowServer
+from tests.pipeline.airflow_stack import Airflow
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -28,7 +29,6 @@ def mlflow_uri(mlflow_server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> 
     """The server's address, set as MLFLOW_TRACKING_URI for this test."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.uri)
     return mlflow_server.uri
-
 
 
 
@@ -64,4 +64,13 @@ def deployment(tmp_path, monkeypatch):
     yield made
     for record in (tmp_path / "jobs").glob("**/job.json"):
         local.kill(record.parent)
-        assert not processes.processes_of(record.parent)
+        assert not local.mark_of(record.parent).processes()
+
+
+@pytest.fixture(scope="session")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
+    """Airflow and MLflow as `make demo` starts them, with the stand-in for the engine."""
+    home = tmp_path_factory.mktemp("stack")
+    engine = write_engine(home / "python")
+    with Airflow(home, engine) as started:
+        yield started

@@ -1,8 +1,8 @@
 """Stands in for `python -u -m engine STAGE JOB_DIR` in tests of the other side of the process boundary.
 
 What a job does is read from the JSON file that RATCHET_FAKE_PLAN names: for each task (the end of the job directory's
-path) a list of behaviours, one an attempt, the last one for all later attempts. A behaviour may hold `seconds` to run,
-`exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die by), `half_line` (to die in),
+path) a list of behaviours, one an attempt, the last one for all later attempts; under `scores` the mean reward of every
+model, by a part of its URI. A behaviour may hold `seconds` to run, `exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die by), `half_line` (to die in),
 `result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print).
 """
 
@@ -17,10 +17,14 @@ from pathlib import Path
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
+def read_plan() -> dict:
+    """The plan as it is now."""
+    return json.loads(Path(os.environ["RATCHET_FAKE_PLAN"]).read_text())
+
+
 def behaviour_of(directory: Path, attempt: int) -> dict:
     """What this attempt of this job shall do."""
-    plan = json.loads(Path(os.environ["RATCHET_FAKE_PLAN"]).read_text())
-    for task, attempts in plan.items():
+    for task, attempts in read_plan().items():
         if str(directory).endswith(task):
             return attempts[min(attempt, len(attempts)) - 1]
     return {}
@@ -46,7 +50,7 @@ def evaluation(directory: Path, spec: dict) -> dict:
     """60 prompts a model; the base fails them all, every other model solves what its score says."""
     from engine.store import hash_model_dir
 
-    scores = json.loads(os.environ.get("RATCHET_FAKE_SCORES", "{}"))
+    scores = read_plan().get("scores", {})
     models, metrics = [], {}
     for model in spec["models"]:
         # Models are recognised by what they are, not by what this evaluation calls them: like weights would be.

@@ -14,7 +14,6 @@ from engine.errors import SpecError
 from engine.spec import GeneratedSource, PrepareSpec, PromptSetSpec, hash_spec, parse_spec
 from tasks import jobs
 from tasks.launchers import local
-from tasks.launchers.processes import processes_of
 from tests.pipeline.examples import train_section
 
 PREPARE = PrepareSpec(
@@ -32,6 +31,10 @@ def wait_for(condition, seconds=20.0):
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"
         time.sleep(0.02)
     return value
+
+
+def processes_of(directory):
+    return local.mark_of(directory).processes()
 
 
 def ended(directory):

@@ -1,0 +1,93 @@
+"""Airflow and MLflow for tests: the product's own local stack, in a directory of its own, with a stand-in for the engine."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks import jobs
+from tasks.airflow_api import AirflowAPI
+from tasks.stack import USER, Stack, free_port
+from tests.pipeline.examples import preset
+
+FINAL = ("success", "failed", "skipped", "upstream_failed", "removed")
+MAX_STAGES = 3
+
+
+class Airflow:
+    """A running stack, and what tests do with it."""
+
+    def __init__(self, home: Path, engine: Path):
+        """Args: home: an empty directory; engine: the interpreter of the engine, or what stands in for it."""
+        self.home = home
+        self.plan_file = home / "plan.json"
+        self.plan({})
+        (home / "presets").mkdir()
+        self.write_preset("tiny", preset(gate={"approval": "automatic"}))
+        write_model(home / "models" / "tiny")
+        (home / "ports.json").write_text(json.dumps({"airflow": free_port(28080), "mlflow": free_port(25000)}))
+        self.stack = Stack(home, environment={
+            "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
+            "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES)})
+
+    def __enter__(self) -> "Airflow":
+        try:
+            self.stack.start()
+        except BaseException:
+            self.stack.stop()
+            raise
+        self.api = AirflowAPI(self.stack.airflow_url, USER, self.stack.password)
+        self.wait(lambda: len(self.api.call("GET", "/dags")["dags"]) >= 2)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stack.stop()
+
+    def write_preset(self, name: str, content: dict[str, Any]) -> None:
+        """Make a preset selectable."""
+        (self.home / "presets" / f"{name}.yaml").write_text(yaml.safe_dump(content))
+
+    def plan(self, behaviours: dict[str, Any]) -> None:
+        """What the stand-in does from now on: by task and attempt, and `scores` by a part of a model's URI."""
+        self.plan_file.write_text(json.dumps(behaviours))
+
+    def job(self, run_id: str, task_id: str, dag_id: str = "train_ppo") -> Path:
+        """The job directory of a task."""
+        return jobs.job_directory(self.home, dag_id, run_id, task_id)
+
+    def wait(self, condition: Any, seconds: float = 180.0) -> Any:
+        """Wait until `condition()` is true; its value."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+            time.sleep(0.3)
+        return value
+
+    def finished(self, run_id: str, dag_id: str = "train_ppo") -> dict[str, str]:
+        """Wait until a DAG run has ended; states by task id."""
+        self.wait(lambda: self.api.run(dag_id, run_id)["state"] in ("success", "failed"))
+        return {task: ti["state"] for task, ti in self.api.tasks(dag_id, run_id).items()}
+
+    def review_of(self, train_run: str) -> str:
+        """Wait for the review that the candidate of a training run started; its run id."""
+        made = self.api.xcom("train_ppo", train_run, "register")
+
+        def find() -> str | None:
+            for run in self.api.runs("review_candidate"):
+                loaded = self.api.xcom("review_candidate", run["dag_run_id"], "load")
+                if loaded and loaded["candidate"] == made["version"] and loaded["model"] == made["model"]:
+                    return run["dag_run_id"]
+            return None
+
+        return self.wait(find)
+
+
+def write_model(directory: Path) -> None:
+    """What of a model directory the pipeline side reads: a config, and files to hash."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({
+        "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}))
+    (directory / "model.safetensors").write_bytes(b"base")
