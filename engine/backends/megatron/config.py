@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.backends.megatron.parallel import World
-from engine.errors import ModelError
+from engine.errors import LayoutError, ModelError
 from engine.layout import ModelShape, check_layout, read_model_shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -112,6 +112,8 @@ def transformer_config(model: ModelConfig, world: World, *, sequence_parallel: b
     """
     shape, layout = model.shape, world.layout
     check_layout(shape, layout)
+    if layout.ep > 1:
+        raise LayoutError(f"layout ep={layout.ep}: family {shape.family!r} has no experts; remove ep")
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     # Only for its side effect: Megatron marks parameters as tensor-parallel where it initialises them.
     initializers = {} if random_init else {"init_method": _leave, "output_layer_init_method": _leave,

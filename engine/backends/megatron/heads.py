@@ -46,7 +46,6 @@ class LogprobHead:
 def value_head(model: CausalLM, hidden: Tensor, batch: TensorDict) -> Outputs:
     """`values` of the states the response tokens are chosen in."""
     rows, slots, states = _states(model, hidden, batch)
-    assert model.value_head is not None
     return {"values": _into_slots(model.value_head(states).squeeze(1).float(), rows, slots, batch)}
 
 

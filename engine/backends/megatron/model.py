@@ -93,7 +93,9 @@ class CausalLM(GPTModel):
     """GPTModel whose output is [T / sp, b, hidden] after the final norm (last stage) or after its layers."""
 
     vocab_size_unpadded: int
-    value_head: torch.nn.Linear | None = None
+    """Tokens of the checkpoint; Megatron's own `vocab_size` is padded to a multiple of tp."""
+    value_head: torch.nn.Linear
+    """Of a critic, on the last stage."""
 
     def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
         """input_ids: [b, T], T a multiple of tp under sequence parallelism; read on the first stage only."""

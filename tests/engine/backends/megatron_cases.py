@@ -52,7 +52,7 @@ def by_sample(results):
 
 
 def huggingface_outputs(model, batch, temperature):
-    """{sample id: logprobs}, {sample id: entropies} by transformers, one row at a time without padding; with gradient."""
+    """{sample id: logprobs}, {sample id: entropies} by transformers, a row at a time without padding, with gradient."""
     logprobs, entropies = {}, {}
     lengths = total_lengths(batch).tolist()
     for row, (sample, total) in enumerate(zip(batch["sample_ids"].tolist(), lengths, strict=True)):
