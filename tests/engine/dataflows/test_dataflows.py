@@ -278,8 +278,12 @@ def test_ppo_whitens_over_all_tokens_and_returns_stay_in_reward_units():
 
 def test_remax_subtracts_the_greedy_response_to_the_same_prompt():
     algorithm = ReMax(samples_per_prompt=3)
-    roles = frozen_roles(algorithm)
+    roles, scored = frozen_roles(algorithm), []
+    score = roles.reward.score
+    roles.reward.score = lambda batch: scored.append(batch["sample_ids"] // 3) or score(batch)
     batch, _ = iterate(algorithm, roles)
+    # A reward finds the row's prompt by its sample id, in the greedy batch as in the other.
+    assert scored[1].tolist() == [0, 1, 2, 3]
     assert [greedy for _, greedy in roles.rollout.calls] == [False, True]
     greedy = roles.reward.score(roles.rollout.generate(PROMPTS, greedy=True))["scores"]
     expected = batch["scores"] - greedy[batch["sample_ids"] // 3]
@@ -291,6 +295,8 @@ def test_safe_rlhf_weighs_the_two_advantages_with_the_moved_multiplier():
                          whiten_advantages=False, gae_lambda=1.0)
     roles, state = frozen_roles(algorithm), initial_state(algorithm)
     batch, metrics = iterate(algorithm, roles, state)
+    for name, critic in (("values", roles.critic), ("cost_values", roles.cost_critic)):
+        torch.testing.assert_close(batch[name], critic.values(batch.copy())["values"])
     mean_cost = batch["response_lengths"].float().mean().item()
     assert metrics["cost/mean"] == pytest.approx(mean_cost)
     assert state.multiplier == metrics["cost/multiplier"] == pytest.approx(math.exp(.1 * (mean_cost - 1.0)))

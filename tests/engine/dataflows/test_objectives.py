@@ -79,6 +79,8 @@ def test_importance_weights_scale_the_policy_gradient_and_not_the_entropy():
     twice = run(objective, (batch, logprobs, entropies), rows)
     torch.testing.assert_close(twice[1], 2 * once[1])
     torch.testing.assert_close(twice[2], once[2])
+    mask = trained_mask(batch)
+    torch.testing.assert_close(once[2], -0.1 * mask / mask.sum())
 
 
 def test_the_kl_that_is_logged_is_the_kl_that_is_trained():
