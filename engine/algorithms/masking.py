@@ -44,24 +44,20 @@ def moment_sums(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([mask.sum().double(), clean.sum(), clean.square().sum()])
 
 
-def whiten(values: Tensor, mask: Tensor, moments: Tensor, *, centre: bool = True) -> Tensor:
-    """Scale to the unit variance, and the zero mean, of the whole batch.
+def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over the whole batch.
 
     Args:
         values: [B, R], this rank's rows.
         mask: [B, R].
         moments: [3] from `moment_sums`, added over all ranks.
-        centre: False keeps the mean.
     Returns:
-        [B, R], 0 in masked slots. Population variance; a batch with one value or equal values gives 0 (its own mean
-        when not centred), never NaN.
+        [B, R], 0 in masked slots. Population variance; a batch with one value or equal values gives 0, never NaN.
     """
     count = moments[0].clamp(min=1)
     mean = moments[1] / count
     variance = (moments[2] / count - mean.square()).clamp(min=0)
     scaled = (values.double() - mean) / (variance + 1e-8).sqrt()
-    if not centre:
-        scaled = scaled + mean
     return zero_masked(scaled.to(values.dtype), mask)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.algorithms.masking import check_shapes, masked_sum, row_means, row_sums, zero_masked
+from engine.algorithms.masking import check_shapes, masked_sum, row_means, zero_masked
 
 Level = Literal["token", "sequence"]
 
@@ -69,11 +69,6 @@ def mismatch_metrics(sums: Tensor) -> dict[str, float]:
         "logprob_gap": gap / count, "mismatch_k1": k1 / count, "mismatch_k3": k3 / count,
         "mismatch_ess": ratio * ratio / (count * squared) if squared > 0 else 1.0,
     }
-
-
-def sequence_gaps(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """[B] summed log ratio of each row, in nats: names the sample when the gap is an alarm."""
-    return row_sums(_log_ratio(old_logprobs, rollout_logprobs, mask), mask)
 
 
 def _log_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
