@@ -20,6 +20,7 @@ from engine.resharding.plan import plan_rank
 from engine.resharding.vllm import VllmSharding
 from engine.rewards.pool import ScoringPool
 from engine.spec.algorithm import SafeRLHF
+from engine.spec.reward import Reward
 from engine.spec.train import OptimizerSpec, TrainSpec
 from engine.workers.actor import Actor
 from engine.workers.critic import Critic
@@ -108,7 +109,7 @@ class Builder:
         switching = SwitchingRollout(rollout, engine, clock, config.release_memory)
         return switching
 
-    def _scoring_pool(self, rewards: list) -> ScoringPool | None:
+    def _scoring_pool(self, rewards: list[Reward]) -> ScoringPool | None:
         """Only the lead rank of each replica scores."""
         if not self.world.is_lead:
             return None

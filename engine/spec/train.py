@@ -22,7 +22,7 @@ class OptimizerSpec(Spec):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
     decay_steps: int | None = Field(None, ge=1)
-    """Optimizer steps over which the schedule runs; None: all steps of the run (`iterations` x stages known here)."""
+    """Optimizer steps over which the schedule runs; None: those of this stage."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     epsilon: float = Field(1e-8, gt=0)
@@ -40,6 +40,8 @@ class RolloutSpec(Spec):
     """KV cache of one rank."""
     max_concurrent_sequences: Count = 64
     """Sequences one replica decodes at once."""
+    release_memory: bool = True
+    """Give the memory of generation back while training; False keeps it for a faster return to generation."""
 
 
 class TrainSpec(Spec):
@@ -54,6 +56,8 @@ class TrainSpec(Spec):
     algorithm: Algorithm
     rewards: list[Reward] = Field(min_length=1)
     layout: ParallelLayout = ParallelLayout()
+    sequence_parallel: bool = False
+    """Divide norms and residuals over the tp ranks, by tokens."""
     rollout: RolloutSpec
     actor: OptimizerSpec
     critic: OptimizerSpec | None = None
@@ -71,9 +75,11 @@ class TrainSpec(Spec):
     resume_from: URI | None = None
     """Checkpoint directory of the stage before; None starts from `model`."""
     checkpoint_dir: URI
-    """Where this run's checkpoints go."""
+    """Where this stage's checkpoints go; a retry goes on from the newest there."""
     checkpoint_every: Count | None = None
     """Iterations between checkpoints; None: only at the end of the stage."""
+    checkpoints_kept: Count = 2
+    """Newest checkpoints of the stage that are kept."""
     export_dir: URI
     """Where the Hugging Face directory of the trained policy goes."""
     seed: int = 0

@@ -16,6 +16,7 @@ from engine.backends.megatron.logprobs import VocabShard
 from engine.backends.megatron.parallel import World
 from engine.resharding.megatron import padded_vocab_size
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
@@ -88,6 +89,10 @@ class GatedActivation(torch.nn.Module):
         """[T, b, 2 F] -> [T, b, F]."""
         return SwiGLU.apply(gate_up)
 
+    def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
+        """Nothing to save; Megatron's MLP asks all of its parts."""
+        return {}
+
 
 class CausalLM(GPTModel):
     """GPTModel whose output is [T / sp, b, hidden] after the final norm (last stage) or after its layers."""
@@ -103,6 +108,13 @@ class CausalLM(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
         return hidden_states
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """What a distributed checkpoint holds of this rank."""
+        if self.output_layer is None and self.post_process:
+            # A critic: Megatron's own method asks for the language-model head (0.16.1).
+            return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def vocab_shard(self) -> VocabShard:
         """This tp rank's rows of the output matrix, without vocabulary padding."""
