@@ -82,6 +82,7 @@ def _serve(connection: socket.socket, functions: Mapping[int, Callable[[Case], V
     while header := reader.read(LENGTH.size):
         # Bytes of our own parent over a private socket.
         units, cases = pickle.loads(reader.read(*LENGTH.unpack(header)))  # noqa: S301
+        connection.sendall(RECORD.pack(0, 0, Outcome.BEGUN, 0, 0.0))
         for row, reward in units:
             outcome, score, message = evaluate(functions[reward], cases[row])
             text = message.encode(errors="replace")[:MAX_MESSAGE_BYTES]

@@ -22,7 +22,7 @@ from engine.spec.reward import (
 
 RewardFunction = Callable[[Case], Verdict]
 ANSWER_FORMAT_ERROR = Verdict(0.0, format_error=True)
-NUMBER = re.compile(r"([+-]?)\s*\$?(\d[\d,_]*\.?\d*|\.\d+)(?:\s*/\s*(\d[\d,_]*\.?\d*))?\s*(%?)\.?")
+NUMBER = re.compile(r"([+-]?)\s*\$?(\d[\d,_]*\.?\d*|\.\d+)(?:\s*/\s*(\d[\d,_]*\.?\d*))?\s*(%?)\.?", re.ASCII)
 
 
 def reward_function(reward: RewardBase) -> RewardFunction:
@@ -94,21 +94,25 @@ def _math_verify(reward: MathVerifyReward) -> RewardFunction:
     # math-verify's alarm turns a time-out into a plain "not equal".
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+    def in_text(text: str) -> list:
+        """What it finds between words: the last delimited formula, box or number."""
+        return math_verify.parse(text, parsing_timeout=None)
+
+    def as_formula(text: str) -> list:
+        """The whole text as one formula; empty when it has delimiters of its own."""
+        if not text.strip() or any(mark in text for mark in ("$", r"\boxed", r"\(", r"\[")):
+            return []
+        return math_verify.parse(f"${text}$", parsing_timeout=None)
+
     def compare(answer: str, case: Case) -> float:
-        reference = _parse_math(math_verify, case.answer)
+        reference = as_formula(case.answer) or in_text(case.answer)
         if not reference:
             raise ValueError(f"math-verify cannot read the reference answer {case.answer[:40]!r}")
         # A response that it cannot parse is wrong, not an error.
-        parsed = math_verify.parse(answer, parsing_timeout=None) or _parse_math(math_verify, answer)
-        return float(math_verify.verify(reference, parsed, timeout_seconds=None, raise_on_error=True))
+        readings = in_text(answer) + as_formula(answer)
+        return float(math_verify.verify(reference, readings, timeout_seconds=None, raise_on_error=True))
 
     return _answer_function(reward, compare)
-
-
-def _parse_math(math_verify, text: str) -> list:
-    """Parse with its delimiters if it has any, else as one LaTeX formula."""
-    return (math_verify.parse(text, parsing_timeout=None)
-            or math_verify.parse(f"${text}$", parsing_timeout=None))
 
 
 def _reasoning_gym(reward: ReasoningGymReward) -> RewardFunction:

@@ -101,7 +101,8 @@ class Judge:
 
     def _post(self, question: str, deadline: float) -> str:
         body = {"model": self._reward.model, "temperature": 0, "messages": [{"role": "user", "content": question}]}
-        request = urllib.request.Request(  # noqa: S310: the spec admits http and https only
+        # The spec admits http and https only.
+        request = urllib.request.Request(  # noqa: S310
             self._reward.url.rstrip("/") + "/chat/completions", data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"})
         if key := os.environ.get(KEY_VARIABLE):

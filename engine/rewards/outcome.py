@@ -18,6 +18,8 @@ class Outcome(IntEnum):
     """The verifier was killed at its time limit: the score is `on_error`."""
     READY = 4
     """A worker's greeting, never a sample's: the score is its pid."""
+    BEGUN = 5
+    """A worker has received a chunk; never a sample's."""
 
 
 @dataclass(frozen=True)

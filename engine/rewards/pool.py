@@ -174,10 +174,15 @@ class ScoringPool:
                 self._drop(run, worker, Outcome.TIMEOUT, limit)
 
     def _drop(self, run: "_Run", worker: Worker, outcome: Outcome, message: str) -> None:
-        """Charge the call a worker was busy with, give the rest of its chunk to others, and replace it."""
+        """Charge the call a worker was busy with, give the rest of its chunk to others, and replace it.
+
+        A worker that died before it began (killed while idle) is charged to nobody, but to no call twice.
+        """
         if worker.units:
-            row, reward = worker.units.popleft()
-            run.record((row, reward, outcome, 0.0, message))
+            unit = worker.units[0]
+            if worker.begun or outcome is Outcome.TIMEOUT or unit in run.forgiven:
+                run.record((*worker.units.popleft(), outcome, 0.0, message))
+            run.forgiven.add(unit)
             run.take_back(worker)
         self._replace(worker)
 
@@ -202,6 +207,8 @@ class _Run:
         self._messages: list[str] = []
         self.missing = len(self._todo)
         """Verifier calls that have not been answered."""
+        self.forgiven: set[Unit] = set()
+        """Calls that were first in the chunk of a worker that died."""
 
     def next_chunk(self) -> list[Unit]:
         return [self._todo.popleft() for _ in range(min(self._chunk_size, len(self._todo)))]

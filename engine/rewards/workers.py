@@ -1,5 +1,6 @@
 """The pool's side of the scoring processes: start the fork server, start, feed, read and kill workers."""
 
+import contextlib
 import os
 import pickle
 import socket
@@ -38,8 +39,9 @@ class ForkServer:
                 [sys.executable, "-m", "engine.rewards.fork_server", str(theirs.fileno())],
                 stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], env=environment)
         assert self._process.stdin
-        self._process.stdin.write(TypeAdapter(list[Reward]).dump_json(list(rewards)))
-        self._process.stdin.close()
+        # If it is dead already, the first request for a worker says so.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(TypeAdapter(list[Reward]).dump_json(list(rewards)))
 
     def start_worker(self) -> "Worker":
         """Ask for a worker; it greets when it can take work.
@@ -85,6 +87,8 @@ class Worker:
         """0 until it has greeted."""
         self.units: deque[Unit] = deque()
         """What it was given and has not answered; it works on the first."""
+        self.begun = False
+        """It has received them."""
         self.since = time.monotonic()
         """When the first of `units` was begun, as far as this process can know: never too early."""
         self._buffer = b""
@@ -101,6 +105,7 @@ class Worker:
             OSError: it is dead.
         """
         self.units.extend(units)
+        self.begun = False
         self.since = time.monotonic()
         work = pickle.dumps((units, cases), protocol=pickle.HIGHEST_PROTOCOL)
         self.connection.sendall(LENGTH.pack(len(work)) + work)
@@ -125,10 +130,13 @@ class Worker:
             if record[2] is Outcome.READY:
                 self.pid = int(record[3])
                 continue
+            self.since = time.monotonic()
+            if record[2] is Outcome.BEGUN:
+                self.begun = True
+                continue
             expected = self.units.popleft()
             assert expected == record[:2], f"worker {self.pid} answered {record[:2]}, not {expected}"
             results.append(record)
-            self.since = time.monotonic()
         return results, bool(received)
 
     def _next_record(self) -> Result | None:
