@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.backends.vllm.requests import GeneratorConfig, Request, Response
+from engine.backends.vllm.requests import GeneratorConfig, Request, Response, read_stop_token_ids
 from engine.errors import ModelError, ReshardError, SpecError
 from engine.layout import GenerationLayout
 
@@ -155,20 +155,6 @@ class Generator:
     def _kv_storage(self) -> torch.UntypedStorage:
         # All layers are views of one allocation (vllm.v1.worker.utils.allocate_kv_cache).
         return self._runner.kv_caches[0].untyped_storage()
-
-
-def read_stop_token_ids(model_dir: str | Path) -> list[int]:
-    """The end tokens of a Hugging Face directory: generation_config.json's, else config.json's.
-
-    Raises:
-        ModelError: neither file names one.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model_dir) / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return sorted(ids) if isinstance(ids, list) else [ids]
-    raise ModelError(f"model {model_dir}: neither generation_config.json nor config.json has eos_token_id")
 
 
 def read_weights(model_dir: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,11 @@
 """What is asked of a generator and what it answers. Imports nothing heavy, so that every role can name the types."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,17 @@ class Response:
     """Of every token in `token_ids`, in nats, under the distribution it was sampled from (temperature applied)."""
     truncated: bool
     """Stopped by `max_tokens`, not by an end token."""
+
+
+def read_stop_token_ids(model_dir: str | Path) -> list[int]:
+    """The end tokens of a Hugging Face directory: generation_config.json's, else config.json's.
+
+    Raises:
+        ModelError: neither file names one.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return sorted(ids) if isinstance(ids, list) else [ids]
+    raise ModelError(f"model {model_dir}: neither generation_config.json nor config.json has eos_token_id")
