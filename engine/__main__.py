@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, RefusedError, SpecError, exit_code_of
 
-STAGES = ("prepare", "train", "evaluate")
+STAGES = ("prepare", "train", "evaluate", "report")
 USAGE = f"usage: python -m engine {{{','.join(STAGES)}}} JOB_DIR | python -m engine info [--json]"
 
 

@@ -1,35 +1,134 @@
-"""The report of a run: curves, before and after, samples. One HTML file that needs nothing else, and PNGs."""
+"""The report stage: curves, before and after, samples. One HTML file that needs nothing else, and PNGs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 
-@dataclass(frozen=True)
-class ReportSources:
-    """Files a report is made of; what is absent is left out of it."""
+from engine import store
+from engine.charts import draw_all
+from engine.errors import DataError
+from engine.job import Job
+from engine.mlflow_sender import parse_line
+from engine.report_page import Content, Metrics, Pair, Row, StageCost, page
+from engine.spec.evaluation import Evaluation, ModelEvaluation, SampleRecord
+from engine.spec.job import RunResult
+from engine.spec.report import ReportSpec
+from engine.statistics import SCORES, cluster_labels, mean_interval, prompt_scores
+from engine.tracking import Tracker
 
-    title: str
-    metrics: Sequence[Path]
-    """`metrics.jsonl` of the stages, in order."""
-    evaluation: Path | None = None
-    """`evaluation.json` with the models before and after."""
-    samples: Path | None = None
-    """`samples.jsonl` of the same evaluation."""
-    before: str = "base"
-    """Model names in the evaluation."""
-    after: str = "candidate"
-    facts: dict[str, str] = field(default_factory=dict)
-    """Shown at the top: model, algorithm, seed, machine, duration, links."""
-    gate_markdown: str = ""
+REPORT_FILE = "report.html"
+SAMPLES_SHOWN = 4
+"""Of each kind: gained most, lost most, changed in words."""
 
 
-def write_report(sources: ReportSources, out_dir: Path) -> dict[str, Path]:
-    """Write `report.html` and the PNGs into `out_dir`.
+def run(job: Job, spec: ReportSpec) -> RunResult:
+    """Write the report and log it to MLflow.
 
-    Returns:
-        `html` and one entry per chart.
     Raises:
-        DataError: no metrics at all.
+        RefusedError: no metrics, or files that are not what the spec says.
     """
-    raise NotImplementedError
+    job.progress("report")
+    directory = job.dir / "report"
+    files = write_report(spec, directory)
+    with Tracker(job.dir, spec.tracking) as tracker:
+        for file in files:
+            tracker.log_artifact(file, "report")
+    for file in files:
+        store.upload_file(file, store.join(spec.output, file.name))
+    return RunResult(stage="report", outputs={"report": store.join(spec.output, REPORT_FILE)})
+
+
+def write_report(spec: ReportSpec, directory: Path) -> list[Path]:
+    """Write `report.html` and a PNG of every chart into `directory`; the page first in the list.
+
+    Raises:
+        DataError: no metrics at all, or the evaluation has not both models.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    metrics = read_all_metrics(spec.metrics)
+    charts = draw_all(metrics.steps, metrics.series, metrics.stage_starts, directory)
+    rows: list[Row] = []
+    if spec.evaluation:
+        evaluation = Evaluation.model_validate_json(store.read_text(spec.evaluation))
+        try:
+            before, after = evaluation.of(spec.before), evaluation.of(spec.after)
+        except KeyError as error:
+            raise DataError(f"{spec.evaluation}: {error.args[0]}") from None
+        rows = compare(before, after, evaluation.pass_threshold)
+    pairs = choose_pairs(_samples(spec), spec.before, spec.after) if spec.samples else []
+    content = Content(spec, metrics, charts, rows, pairs, [_cost(uri, spec.gpu_hour_price) for uri in spec.results])
+    report = directory / REPORT_FILE
+    store.write_atomic(report, page(content))
+    return [report, *(chart.png for chart in charts)]
+
+
+def read_all_metrics(uris: Iterable[str]) -> Metrics:
+    """The iterations of all stages as arrays; of a step that stands in several files the last counts.
+
+    Raises:
+        DataError: not one iteration.
+    """
+    records: dict[int, tuple[float, dict[str, float]]] = {}
+    first_of_stage = []
+    for uri in uris:
+        lines = [record for record in map(parse_line, store.read_text(uri).splitlines()) if record]
+        first_of_stage += [lines[0]["step"]] if lines else []
+        records |= {record["step"]: (record["time"], record["metrics"]) for record in lines}
+    if not records:
+        raise DataError("metrics: not one iteration was logged; a report needs a run that trained")
+    steps = np.array(sorted(records))
+    rows = [records[step][1] for step in steps]
+    names = sorted({name for row in rows for name in row})
+    series = {name: np.array([row.get(name, np.nan) for row in rows], dtype=float) for name in names}
+    times = np.array([records[step][0] for step in steps])
+    return Metrics(steps, times, series, first_of_stage[1:])
+
+
+def compare(before: ModelEvaluation, after: ModelEvaluation, pass_threshold: float) -> list[Row]:
+    """Every metric that both evaluations have, tasks last; scores with the paired interval of their change."""
+    order = {p.id: i for i, p in enumerate(after.prompts)}
+    old = sorted((p for p in before.prompts if p.id in order), key=lambda p: order[p.id])
+    known = {p.id for p in old}
+    new = [p for p in after.prompts if p.id in known]
+    rows = []
+    for name, value in after.metrics.items():
+        if name not in before.metrics or name.endswith(("_low", "_high")) or name == "num_prompts":
+            continue
+        if name in SCORES and new:
+            change = prompt_scores(new, name, pass_threshold) - prompt_scores(old, name, pass_threshold)
+            interval = mean_interval(change, clusters=cluster_labels(new))
+            rows.append(Row(name, before.metrics[name], value, interval.low, interval.high))
+        else:
+            rows.append(Row(name, before.metrics[name], value))
+    return sorted(rows, key=lambda row: row.name.startswith("task/"))
+
+
+def choose_pairs(samples: Iterable[SampleRecord], before: str, after: str) -> list[Pair]:
+    """Greedy responses worth reading: those whose score rose most, fell most, or stayed while the words changed."""
+    by_model: dict[str, dict[str, SampleRecord]] = {before: {}, after: {}}
+    for sample in samples:
+        if sample.greedy and sample.model in by_model:
+            by_model[sample.model][sample.id] = sample
+    both = [(old, by_model[after][name]) for name, old in by_model[before].items() if name in by_model[after]]
+    both.sort(key=lambda pair: (pair[0].score - pair[1].score, pair[0].id))
+    gained = [Pair("gained", old, new) for old, new in both if new.score > old.score]
+    lost = [Pair("lost", old, new) for old, new in reversed(both) if new.score < old.score]
+    changed = [Pair("changed", old, new) for old, new in both
+               if new.score == old.score and new.response != old.response]
+    return gained[:SAMPLES_SHOWN] + lost[:SAMPLES_SHOWN] + changed[:SAMPLES_SHOWN]
+
+
+def _samples(spec: ReportSpec) -> Iterable[SampleRecord]:
+    lines = store.read_text(spec.samples or "").splitlines()
+    return (SampleRecord.model_validate_json(line) for line in lines if line.strip())
+
+
+def _cost(uri: str, price: float | None) -> StageCost:
+    result = RunResult.model_validate(json.loads(store.read_text(uri)))
+    # The directory of a job is named after its task.
+    name = Path(uri).parent.name or result.stage
+    seconds = result.timings_s.get("total", result.timings_s.get(result.stage, result.gpu_seconds))
+    cost = None if price is None else result.gpu_seconds / 3600 * price
+    return StageCost(name, seconds, result.gpu_seconds, cost)

@@ -10,9 +10,9 @@ from typing import Any
 
 from engine.mlflow_sender import OUTBOX_FILE, DatasetInput, Sender, parse_line
 from engine.spec.job import METRICS_FILE
-from engine.spec.tracking import TrackingSpec
+from engine.spec.tracking import TrackingSpec, clean_metric_name
 
-__all__ = ["DatasetInput", "Tracker", "read_metrics"]
+__all__ = ["DatasetInput", "Tracker", "clean_metric_name", "read_metrics"]
 
 
 class Tracker:

@@ -21,6 +21,7 @@ from engine.spec.evaluation import Evaluation, ModelEvaluation, PromptScores, Sa
 from engine.spec.gate import GatePolicy, GuardMetric, Limit, PrimaryMetric
 from engine.spec.job import RunResult, RunSpec, dump_spec, hash_spec, load_spec, parse_spec
 from engine.spec.prepare import Demonstration, FileSource, GeneratedSource, PrepareSpec, PromptSetSpec
+from engine.spec.report import ReportSpec
 from engine.spec.reward import (
     CodeReward,
     ExactMatchReward,
@@ -38,12 +39,11 @@ from engine.spec.tracking import TrackingSpec
 from engine.spec.train import OptimizerSpec, RolloutSpec, TrainSpec
 
 __all__ = [
-    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "Algorithm", "Demonstration", "EvaluateSpec",
-    "EvaluatedModel", "Evaluation", "ExactMatchReward", "FileSource", "FixedKL", "GatePolicy", "GeneratedSource",
-    "GuardMetric", "LengthReward", "Limit", "ModelEvaluation", "OptimizerSpec", "PrepareSpec", "PrimaryMetric",
-    "PromptScores", "PromptSetSpec", "ReMax", "ReasoningGymReward", "ReinforcePP", "Reward", "RolloutSpec",
-    "RunResult", "RunSpec", "SafeRLHF", "SampleRecord", "TrackingSpec", "TrainSpec", "dump_spec", "hash_spec",
-    "load_spec", "parse_spec",
-    "CodeReward", "JsonSchemaReward", "JudgeReward", "MathVerifyReward", "NumericMatchReward", "RegexReward",
-    "reward_names",
+    "CISPO", "DAPO", "GRPO", "GSPO", "KL", "OPO", "PPO", "RLOO", "AdaptiveKL", "Algorithm", "CodeReward",
+    "Demonstration", "EvaluateSpec", "EvaluatedModel", "Evaluation", "ExactMatchReward", "FileSource", "FixedKL",
+    "GatePolicy", "GeneratedSource", "GuardMetric", "JsonSchemaReward", "JudgeReward", "LengthReward", "Limit",
+    "MathVerifyReward", "ModelEvaluation", "NumericMatchReward", "OptimizerSpec", "PrepareSpec", "PrimaryMetric",
+    "PromptScores", "PromptSetSpec", "ReMax", "ReasoningGymReward", "RegexReward", "ReinforcePP", "ReportSpec",
+    "Reward", "RolloutSpec", "RunResult", "RunSpec", "SafeRLHF", "SampleRecord", "TrackingSpec", "TrainSpec",
+    "dump_spec", "hash_spec", "load_spec", "parse_spec", "reward_names",
 ]

@@ -11,9 +11,10 @@ from engine.errors import SpecError
 from engine.spec.base import Spec
 from engine.spec.evaluate import EvaluateSpec
 from engine.spec.prepare import PrepareSpec
+from engine.spec.report import ReportSpec
 from engine.spec.train import TrainSpec
 
-RunSpec = Annotated[PrepareSpec | TrainSpec | EvaluateSpec, Field(discriminator="stage")]
+RunSpec = Annotated[PrepareSpec | TrainSpec | EvaluateSpec | ReportSpec, Field(discriminator="stage")]
 _ADAPTER: TypeAdapter = TypeAdapter(RunSpec)
 
 SPEC_FILE = "spec.json"

@@ -11,29 +11,15 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mlflow import MlflowClient
 from mlflow.utils.validation import _validate_metric_name
 
 from engine.mlflow_sender import SENT_FILE
 from engine.spec import TrackingSpec
 from engine.spec.tracking import clean_metric_name
 from engine.tracking import DatasetInput, Tracker, read_metrics
-from tests.mlflow_server import Forwarder, MlflowServer, free_port
+from tests.mlflow_server import Forwarder, free_port
 
 OFF = TrackingSpec()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    running = MlflowServer(tmp_path_factory.mktemp("mlflow")).start()
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def client(server, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    return MlflowClient(tracking_uri=server.uri)
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ def _candidate(model, number):
 
 
 def _promote(version, base, **changes):
-    return registry.promote(version, **{"base": base, "files_hash": version.weights_hash, "decision": DECISION, **changes})
+    arguments = {"base": base, "files_hash": version.weights_hash, "decision": DECISION, **changes}
+    return registry.promote(version, **arguments)
 
 
 def _aliases(model):
@@ -127,9 +128,10 @@ def _killed_after(monkeypatch, writes):
 
 
 def _end_state(client, model):
-    versions = {v.version: {k: t for k, t in v.tags.items() if k != "ratchet.decided_at"}
-                for v in client.search_model_versions(f"name='{model}'")}
-    return _aliases(model), {number: {k: t.replace(model, "") for k, t in tags.items()} for number, tags in versions.items()}
+    """Aliases and tags, without the time of the decision."""
+    tags = {v.version: {k: t for k, t in v.tags.items() if k != "ratchet.decided_at"}
+            for v in client.search_model_versions(f"name='{model}'")}
+    return _aliases(model), tags
 
 
 @pytest.mark.slow
