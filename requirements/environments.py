@@ -75,6 +75,11 @@ def environments(root: Path, engine: str) -> list[Environment]:
     ]
 
 
+def benchmark_environment(root: Path) -> Environment:
+    """TRL, which benchmarks/iteration.py compares with."""
+    return Environment("trl", root / "requirements" / "trl.txt", root / ".venv" / "trl", 3.0)
+
+
 def build_missing(wanted: list[Environment]) -> None:
     """Build every environment whose stamp differs from its lock file, side by side.
 
@@ -120,6 +125,8 @@ def pip_install(environment: Environment, arguments: list[str], count: int = 0) 
     command = [str(environment.python), "-m", "pip", "install", "--no-deps", "--no-input", "--progress-bar=off",
                "--disable-pip-version-check", *arguments]
     log, collected, started = [], 0, time.monotonic()
+    if _STOPPING.is_set():
+        raise SetupError(f"{environment.name}: stopped with the other environment")
     with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as pip:
         _RUNNING.append(pip)
@@ -138,6 +145,7 @@ def pip_install(environment: Environment, arguments: list[str], count: int = 0) 
 
 
 _RUNNING: list[subprocess.Popen] = []
+_STOPPING = threading.Event()
 
 
 @contextlib.contextmanager
@@ -146,6 +154,7 @@ def stop_pips_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
+        _STOPPING.set()
         for pip in _RUNNING:
             pip.terminate()
         raise
@@ -247,10 +256,14 @@ def main(arguments: list[str]) -> int:
     """Build what is missing; 0 done, 2 something a person must mend, 130 interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--benchmark", action="store_true", help="build the environment of TRL instead")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        build_missing(environments(options.root, options.engine))
+        if options.benchmark:
+            build_missing([benchmark_environment(options.root)])
+        else:
+            build_missing(environments(options.root, options.engine))
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -172,6 +172,18 @@ def test_a_python_without_venv_names_debians_package(bare):
     assert_one_sentence(setup(bare, code=code), "python3.11-venv")
 
 
+def test_when_one_environment_fails_the_others_pip_is_ended(checkout):
+    (checkout / "requirements/engine-cpu.txt").write_text("oak==2.0\n")
+    (checkout / "requirements/pipeline.txt").write_text("elm==3.1\n")
+    # The engine's pip is replaced by a program that would run for ten minutes.
+    python = checkout / ".venv/engine/bin/python"
+    python.unlink()
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    assert_one_sentence(setup(checkout), "pipeline:", "elm==3.1")
+    assert (checkout / ".venv/engine/.lock-sha256").read_text() == "incomplete"
+
+
 @pytest.mark.parametrize(("log", "words"), [
     (["error: command 'gcc' failed: No such file or directory", "ERROR: Failed building wheel for elm"],
      ["C compiler", "build-essential"]),
