@@ -111,7 +111,7 @@ class CausalLM(GPTModel):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """What a distributed checkpoint holds of this rank."""
-        if self.output_layer is None and self.post_process:
+        if self.post_process and self.output_layer is None:
             # A critic: Megatron's own method asks for the language-model head (0.16.1).
             return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)

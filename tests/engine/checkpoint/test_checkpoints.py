@@ -78,7 +78,8 @@ def first_half(model_dir, layout, directory):
     import random
 
     run = Run(model_dir, layout, directory)
-    torch.manual_seed(run.world.rank)
+    # The noise of a loss has to be the same on all ranks of a replica; other random states may differ.
+    torch.manual_seed(run.world.dp_rank)
     random.seed(run.world.rank)
     run.train(2)
     run.checkpoints.save(2, run.roles, {"cursor": [1, 2], "kl": 0.1})
