@@ -6,7 +6,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import boto3
 from boto3.exceptions import Boto3Error
@@ -241,11 +241,10 @@ def _client() -> Any:
 @lru_cache(maxsize=4)
 def _client_at(endpoint: str | None, pid: int) -> Any:
     # One client a process and endpoint: they are thread-safe, but not across a fork.
-    retries = {"mode": "standard", "total_max_attempts": ATTEMPTS}
     return boto3.client("s3", endpoint_url=endpoint, config=Config(
-        retries=retries, connect_timeout=10, read_timeout=60, max_pool_connections=64))
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=10, read_timeout=60, max_pool_connections=64))
 
 
 def _endpoint() -> str:
     parts = urlsplit(os.environ["AWS_ENDPOINT_URL"])
-    return urlunsplit((parts.scheme, parts.hostname + (f":{parts.port}" if parts.port else ""), "", "", ""))
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
