@@ -242,7 +242,8 @@ def _client() -> Any:
 def _client_at(endpoint: str | None, pid: int) -> Any:
     # One client a process and endpoint: they are thread-safe, but not across a fork.
     return boto3.client("s3", endpoint_url=endpoint, config=Config(
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=10, read_timeout=60, max_pool_connections=64))
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=10, read_timeout=60,
+        max_pool_connections=64))
 
 
 def _endpoint() -> str:
