@@ -1,4 +1,4 @@
-"""DAG `train_ppo`: prepare >> stage 1..N (train >> evaluate >> go on?) >> register the candidate."""
+"""DAG `train_ppo`: prepare >> stage 1..N (train >> evaluate >> go on?) >> register the candidate, write the report."""
 
 from datetime import timedelta
 from functools import partial
@@ -68,6 +68,7 @@ with DAG(
     register = PythonOperator(
         task_id="register", python_callable=training.register, outlets=[CANDIDATE],
         trigger_rule="none_failed_min_one_success")
+    report = EngineOperator(task_id="report", spec=training.report_job, trigger_rule="none_failed_min_one_success")
     before = begin >> prepare
 
     for stage in range(1, deployment.max_stages() + 1):
@@ -79,7 +80,7 @@ with DAG(
             evaluate = EngineOperator(
                 task_id="evaluate", **ON_GPUS, spec=partial(
                     training.job, build=stages.evaluate_spec, stage=stage, needs=("prepare", stages.train_task(stage))))
-            before >> train >> evaluate >> register
+            before >> train >> evaluate >> [register, report]
             if stage < deployment.max_stages():
                 before = GoOnOperator(task_id="go_on", decide=partial(training.go_on, stage=stage))
                 evaluate >> before

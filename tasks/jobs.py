@@ -19,8 +19,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, SpecError
-from engine.spec import RunResult, dump_spec
-from engine.spec.base import Spec
+from engine.spec import RunResult, RunSpec, TrainSpec, dump_spec
 from engine.spec.job import (
     EXIT_FILE,
     HEARTBEAT_FILE,
@@ -72,7 +71,7 @@ def safe_name(name: str) -> str:
     return name if cleaned == name else f"{cleaned}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def submit(directory: Path, spec: Spec, launcher: Launcher, *, force: bool = False) -> Submission:
+def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = False) -> Submission:
     """Make sure that a job with this spec runs or is done.
 
     A running or finished job is adopted. One that failed or was lost gets a new attempt. Another spec in the directory is
@@ -97,7 +96,7 @@ def submit(directory: Path, spec: Spec, launcher: Launcher, *, force: bool = Fal
         text = dump_spec(spec)
         write_atomic(directory / SPEC_FILE, text)
         write_atomic(directory / SPEC_HASH_FILE, hashlib.sha256(text.encode()).hexdigest() + "\n")
-        ranks = spec.layout.world_size if spec.stage == "train" else getattr(spec, "world_size", 1)
+        ranks = spec.layout.world_size if isinstance(spec, TrainSpec) else getattr(spec, "world_size", 1)
         launcher.start(directory, spec.stage, attempt=attempt, ranks=ranks)
         return Submission(state_of(directory, launcher), adopted=False)
 
@@ -144,7 +143,7 @@ def running(home: Path, launcher: Launcher) -> list[Path]:
     return [path.parent for path in found if state_of(path.parent, launcher).phase == "running"]
 
 
-def spec_changes(directory: Path, spec: Spec) -> list[str]:
+def spec_changes(directory: Path, spec: RunSpec) -> list[str]:
     """`field: old -> new` for each difference between the directory's spec and `spec`; empty when it has none."""
     old = read_json(directory / SPEC_FILE)
     return [] if old is None else differences(old, spec.model_dump(mode="json"))

@@ -12,8 +12,7 @@ from airflow.sdk.definitions.context import Context
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
-from engine.spec import RunResult
-from engine.spec.base import Spec
+from engine.spec import RunResult, RunSpec
 from engine.spec.job import LOG_FILE
 from tasks import deployment, jobs, launchers
 from tasks.joblog import LogFollower, readable
@@ -46,7 +45,7 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
 
     external_id_key = "engine_job"
 
-    def __init__(self, *, spec: Callable[[Context], Spec], **kwargs: Any):
+    def __init__(self, *, spec: Callable[[Context], RunSpec], **kwargs: Any):
         """Args: spec: makes the job's spec when the task runs."""
         super().__init__(**kwargs)
         self.make_spec = spec
@@ -176,11 +175,24 @@ class PolicyApprovalOperator(ApprovalOperator):
         self.policy = policy
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Returns: the answer, in the form that a person's has."""
+        """Returns: the answer of the policy; a person's comes to `execute_complete`."""
         with airflow_errors():
             automatic, timeout = self.policy(context)
         if automatic:
             self.log.info("The gate passed and its policy is `automatic`: approved")
-            return {"chosen_options": [self.APPROVE], "params_input": {}, "responded_by_user": None}
+            return self._keep(context, {"chosen": self.APPROVE, "by": "policy"})
         self.response_timeout = timeout
         return super().execute(context)
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
+        """Keep the answer first: on `Reject` the base class skips what follows and returns nothing."""
+        if "error" not in event:
+            person = event["responded_by_user"]
+            self._keep(context, {
+                "chosen": event["chosen_options"][0], "by": person["name"] if person else "time limit"})
+        return super().execute_complete(context, event)
+
+    @staticmethod
+    def _keep(context: Context, answer: dict[str, str]) -> dict[str, str]:
+        context["ti"].xcom_push(key="answer", value=answer)
+        return answer

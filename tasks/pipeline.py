@@ -5,23 +5,25 @@
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from engine.errors import SpecError
-from engine.spec import EvaluateSpec, GatePolicy, PrepareSpec, TrainSpec
+from engine.spec import EvaluateSpec, GatePolicy, PrepareSpec, ReportSpec, TrainSpec
 from engine.spec.base import URI, Count, Spec
 from engine.spec.job import parse_spec
 
-RUN_FIELDS = {
+AnySpec = TypeVar("AnySpec", PrepareSpec, TrainSpec, EvaluateSpec, ReportSpec)
+
+RUN_FIELDS: dict[str, dict[str, Any]] = {
     "prepare": {"tokenizer": "run", "output": "run"},
     "train": {"model": "run", "prompts": "run", "checkpoint_dir": "run", "export_dir": "run"},
     "evaluate": {"models": [{"name": "base", "uri": "run"}], "prompts": "run"},
 }
 """Fields that the run fills in, with a stand-in to check the rest by."""
-RUN_ONLY = {"prepare": (), "train": ("resume_from", "tracking"), "evaluate": ("cache", "tracking")}
+RUN_ONLY: dict[str, tuple[str, ...]] = {"prepare": (), "train": ("resume_from", "tracking"), "evaluate": ("cache", "tracking")}
 """Optional fields that only the run may set."""
 
 
@@ -66,23 +68,34 @@ class Pipeline(Spec):
 
     @field_validator("prepare", "train", "evaluate")
     @classmethod
-    def _is_a_stage(cls, section: dict[str, Any], info) -> dict[str, Any]:
-        stage = info.field_name
+    def _is_a_stage(cls, section: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        stage = str(info.field_name)
         for name in (*RUN_FIELDS[stage], *RUN_ONLY[stage]):
             if name in section:
                 raise ValueError(f"{name} is set by the run; remove it (got {str(section[name])[:80]!r})")
         parse_spec({"stage": stage, **RUN_FIELDS[stage], **section})
         return section
 
-    @model_validator(mode="after")
-    def _agree(self):
-        if self.spec_of("train").resume_from is None and self.stages.count > 1 and self.train.get("iterations", 0) < 1:
-            raise ValueError("train.iterations must be at least 1")
-        return self
+    @property
+    def train_numbers(self) -> TrainSpec:
+        """The `train` section with its defaults, and stand-ins for what the run fills in: not to be run."""
+        return build(TrainSpec, RUN_FIELDS["train"] | self.train)
 
-    def spec_of(self, stage: str) -> PrepareSpec | TrainSpec | EvaluateSpec:
-        """The stage's spec with stand-ins for what the run fills in: for the numbers, not to be run."""
-        return parse_spec({"stage": stage, **RUN_FIELDS[stage], **getattr(self, stage)})
+    @property
+    def evaluate_numbers(self) -> EvaluateSpec:
+        """The `evaluate` section in the same way."""
+        return build(EvaluateSpec, RUN_FIELDS["evaluate"] | self.evaluate)
+
+
+def build(kind: type[AnySpec], fields: dict[str, Any]) -> AnySpec:
+    """The spec of an engine stage from its fields.
+
+    Raises:
+        SpecError: one line with each wrong field, its value, and what it must be.
+    """
+    spec = parse_spec({"stage": kind.model_fields["stage"].default, **fields})
+    assert isinstance(spec, kind), f"{type(spec).__name__} for {kind.__name__}"
+    return spec
 
 
 def parse_pipeline(data: Any) -> Pipeline:

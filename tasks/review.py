@@ -10,7 +10,7 @@ from airflow.sdk.definitions.context import Context
 from airflow.sdk.exceptions import AirflowFailException
 
 from engine.errors import SpecError
-from engine.spec import Evaluation, EvaluateSpec, RunResult
+from engine.spec import EvaluateSpec, Evaluation, RunResult
 from engine.store import hash_model_dir, join, read_text, write_bytes
 from tasks import registry, runs, stages
 from tasks.assets import CHAMPION
@@ -103,16 +103,11 @@ def registry_conflicts() -> Iterator[None]:
 
 def _decision(context: Context, verb: str) -> registry.Decision:
     ti = context["ti"]
-    answer = ti.xcom_pull(task_ids="approve")
-    reason = ti.xcom_pull(task_ids="gate") or ""
-    if answer is None:
-        by = "gate"
-    elif not answer.get("responded_by_user"):
-        by = "policy"
-    else:
-        by = answer["responded_by_user"]["name"]
-        reason = f"{verb} by {by}; gate: {reason}"
-    return registry.Decision(by=by, reason=reason, gate=ti.xcom_pull(task_ids="gate", key="evidence") or "",
+    answer = ti.xcom_pull(task_ids="approve", key="answer") or {"by": "gate"}
+    reason = ti.xcom_pull(task_ids="gate")
+    if answer["by"] not in ("gate", "policy"):
+        reason = f"{verb} by {answer['by']}; gate: {reason}"
+    return registry.Decision(by=answer["by"], reason=reason, gate=ti.xcom_pull(task_ids="gate", key="evidence") or "",
                              url=f"{ti.dag_id}/{ti.run_id}")
 
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,7 +38,8 @@ USER = "admin"
 STATE_FILE = "stack.json"
 AIRFLOW_PORT, MLFLOW_PORT = 8080, 5000
 START_LIMIT_S = 300.0
-STOP_GRACE_S = 6.0
+TASK_GRACE_S = 8.0
+STOP_GRACE_S = 5.0
 LONGEST_BACKOFF_S = 30.0
 
 
@@ -88,9 +88,8 @@ class Stack:
         api = self._launch("api-server", [
             *airflow, "api-server", "--host", "127.0.0.1", "--port", str(self.airflow_port), "--workers", "1"])
         self._launch("dag-processor", [*airflow, "dag-processor"])
+        self._launch("scheduler", [python, "-m", "tasks.warm_scheduler", self.airflow_url])
         self._wait_for(api, f"{self.airflow_url}/api/v2/version")
-        # After the API: a scheduler without one burns the retries of its tasks.
-        self._launch("scheduler", [*airflow, "scheduler", "--skip-serve-logs"])
         self._make_pool()
         self._wait_for(mlflow, f"{self.mlflow_url}/health")
         self._launch("triggerer", [*airflow, "triggerer", "--skip-serve-logs"])
@@ -216,8 +215,10 @@ class Stack:
 
     def _end_components(self) -> None:
         recorded = (jobs.read_json(self.home / STATE_FILE) or {}).get("components", {})
-        sessions = frozenset(pid for record in recorded.values() for pid in session_of(record))
-        left = Mark(self.home, STACK_VARIABLE, sessions).end(grace_s=STOP_GRACE_S)
+        sessions = {name: session_of(record) for name, record in recorded.items()}
+        # The scheduler and its tasks first: while the API lives a task can end its engine and say that it was stopped.
+        Mark(self.home, None, frozenset(sessions.get("scheduler", ()))).end(grace_s=TASK_GRACE_S)
+        left = Mark(self.home, STACK_VARIABLE, frozenset().union(*sessions.values())).end(grace_s=STOP_GRACE_S)
         if left:
             raise FaultError(f"processes {sorted(left)} of the stack in {self.home} survive SIGKILL")
 
@@ -249,9 +250,6 @@ class Stack:
             self._say(f"{component.name} ended with {component.process.returncode}; starting it again")
             component.process = None
         if now < component.restart_at:
-            return
-        # A scheduler waits for the API, as at the start.
-        if component.name == "scheduler" and not answers(f"{self.airflow_url}/api/v2/version"):
             return
         self._spawn(component)
 

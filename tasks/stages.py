@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import SpecError
-from engine.spec import EvaluateSpec, PrepareSpec, RunResult, TrackingSpec, TrainSpec, parse_spec
-from tasks.pipeline import Pipeline, merge, parse_pipeline
+from engine.spec import EvaluateSpec, PrepareSpec, ReportSpec, RunResult, TrackingSpec, TrainSpec
+from tasks.pipeline import Pipeline, build, merge, parse_pipeline
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Run:
 
 def prepare_spec(run: Run) -> PrepareSpec:
     """The job that freezes the prompts."""
-    return parse_spec({
-        "stage": "prepare", **run.pipeline.prepare, "tokenizer": run.base_model, "output": prompts_uri(run.root)})
+    return build(PrepareSpec, {
+        **run.pipeline.prepare, "tokenizer": run.base_model, "output": prompts_uri(run.root)})
 
 
 def train_spec(run: Run, stage: int) -> TrainSpec:
     """The training job of a stage, counted from 1; it goes on from the checkpoint of the stage before."""
     section = dict(run.pipeline.train)
-    numbers = run.pipeline.spec_of("train")
+    numbers = run.pipeline.train_numbers
     actor = numbers.actor
     if actor.schedule != "constant" and actor.decay_steps is None:
         # One schedule over all stages: the engine sees one stage only.
@@ -81,8 +81,8 @@ def train_spec(run: Run, stage: int) -> TrainSpec:
     resume_from = None
     if stage > 1:
         resume_from = output(run, train_task(stage - 1), "checkpoint")
-    return parse_spec({
-        "stage": "train", **section, "model": run.base_model, "prompts": output(run, "prepare", "prompts"),
+    return build(TrainSpec, {
+        **section, "model": run.base_model, "prompts": output(run, "prepare", "prompts"),
         "resume_from": resume_from, "checkpoint_dir": f"{run.root}/{stage_name(stage)}/checkpoints",
         "export_dir": f"{run.root}/{stage_name(stage)}/export", "tracking": run.tracking.model_dump()})
 
@@ -95,9 +95,31 @@ def evaluate_spec(run: Run, stage: int) -> EvaluateSpec:
 
 def comparison_spec(run: Run, models: Mapping[str, str], *, prompts: str) -> EvaluateSpec:
     """An evaluation of some models (name -> URI) with the pipeline's settings, so that it shares the cache."""
-    return parse_spec({
-        "stage": "evaluate", **run.pipeline.evaluate, "prompts": prompts, "cache": run.evaluations,
+    return build(EvaluateSpec, {
+        **run.pipeline.evaluate, "prompts": prompts, "cache": run.evaluations,
         "models": [{"name": name, "uri": uri} for name, uri in models.items()], "tracking": run.tracking.model_dump()})
+
+
+def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str]) -> ReportSpec:
+    """The report of a run: curves of all stages, the base model beside the last stage's.
+
+    Args:
+        run: with the results of all stages that ran.
+        jobs: job directories by task id.
+        facts: shown at the top.
+    """
+    last = last_stage(run.pipeline, evaluations_of(run.results))
+    numbers = run.pipeline.train_numbers
+    trained = [train_task(k) for k in range(1, last + 1)]
+    everything = [task for k in range(1, last + 1) for task in (train_task(k), evaluate_task(k))]
+    evaluation = evaluate_task(last)
+    return build(ReportSpec, {
+        "title": f"{run.pipeline.registry.model}: {numbers.algorithm.kind}, {last} stages",
+        "metrics": [f"{jobs[task]}/metrics.jsonl" for task in trained],
+        "results": [f"{jobs[task]}/result.json" for task in ("prepare", *everything)],
+        "evaluation": output(run, evaluation, "evaluation"), "samples": output(run, evaluation, "samples"),
+        "before": "base", "after": stage_name(last), "output": f"{run.root}/report",
+        "facts": {"model": run.base_model, "seed": str(numbers.seed), **facts}, "tracking": run.tracking.model_dump()})
 
 
 @dataclass(frozen=True)

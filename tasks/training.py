@@ -8,10 +8,9 @@ from airflow.sdk.definitions.context import Context
 
 from engine.errors import ModelError, SpecError
 from engine.layout import check_generation_layout, check_layout, read_model_shape
-from engine.spec import RunResult, TrackingSpec, hash_spec
-from engine.spec.base import Spec
+from engine.spec import ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
 from engine.store import is_s3
-from tasks import deployment, pipeline, registry, runs, stages, tracking
+from tasks import deployment, jobs, pipeline, registry, runs, stages, tracking
 from tasks.assets import CANDIDATE
 from tasks.operators import airflow_errors
 
@@ -64,13 +63,14 @@ def check_model(plan: pipeline.Pipeline, uri: str) -> None:
     if not os.path.isdir(uri):
         raise ModelError(f"model: {uri} is not a directory; make it, or give a Hugging Face directory")
     shape = read_model_shape(uri)
-    train = plan.spec_of("train")
+    train = plan.train_numbers
     check_layout(shape, train.layout)
     check_generation_layout(shape, train.rollout.layout)
-    check_generation_layout(shape, plan.spec_of("evaluate").layout)
+    check_generation_layout(shape, plan.evaluate_numbers.layout)
 
 
-def job(context: Context, *, build: Callable[..., Spec], needs: tuple[str, ...] = (), stage: int | None = None) -> Spec:
+def job(context: Context, *, build: Callable[..., RunSpec], needs: tuple[str, ...] = (),
+        stage: int | None = None) -> RunSpec:
     """The spec of one of the run's jobs.
 
     Args:
@@ -91,6 +91,21 @@ def stage_run(file: runs.RunFile, stage: int) -> TrackingSpec:
         base_model=file.base_version or file.base_model, airflow_dag_id=file.dag_id, airflow_run_id=file.run_id))
 
 
+def report_job(context: Context) -> ReportSpec:
+    """The spec of the run's report."""
+    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    tasks = ("prepare", *stage_tasks(file.pipeline))
+    run = view(file, context, tasks, file.tracking)
+    where = {task: str(jobs.job_directory(deployment.home(), file.dag_id, file.run_id, task)) for task in tasks}
+    return stages.report_spec(run, where, {"preset": file.preset, "run": file.run_id})
+
+
+def stage_tasks(plan: pipeline.Pipeline) -> tuple[str, ...]:
+    """Task ids of all jobs of the stages that may have run."""
+    count = min(plan.stages.count, deployment.max_stages())
+    return tuple(name(k) for k in range(1, count + 1) for name in (stages.train_task, stages.evaluate_task))
+
+
 def go_on(context: Context, *, stage: int) -> stages.Decision:
     """Whether another stage follows this one."""
     file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
@@ -105,9 +120,7 @@ def register(**context: Any) -> dict[str, Any]:
         ti = context["ti"]
         root = runs.run_root(ti.dag_id, ti.run_id)
         file = runs.read_run(root)
-        count = min(file.pipeline.stages.count, deployment.max_stages())
-        tasks = [name(k) for k in range(1, count + 1) for name in (stages.train_task, stages.evaluate_task)]
-        run = view(file, context, ("prepare", *tasks), file.tracking)
+        run = view(file, context, ("prepare", *stage_tasks(file.pipeline)), file.tracking)
         last = stages.last_stage(file.pipeline, stages.evaluations_of(run.results))
         train, evaluation = run.results[stages.train_task(last)], run.results[stages.evaluate_task(last)]
         export = stages.output(run, stages.train_task(last), "export")

@@ -37,4 +37,4 @@ def configured() -> Launcher:
     name = deployment.launcher()
     if name not in LAUNCHERS:
         raise SpecError(f"RATCHET_LAUNCHER={name!r} is not a launcher; known: {', '.join(LAUNCHERS)}")
-    return importlib.import_module(f"tasks.launchers.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"tasks.launchers.{name}")

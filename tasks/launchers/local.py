@@ -16,6 +16,7 @@ from tasks.launchers.processes import JOB_VARIABLE, Mark, is_running, session_of
 
 START_LIMIT_S = 30.0
 KILL_GRACE_S = 2.5
+WITHOUT_SLOT = ("prepare", "report")
 FOREIGN_HEARTBEAT_S = 60.0
 """A job of another host counts as alive when its heartbeat is younger than this: its pids mean nothing here."""
 
@@ -75,13 +76,13 @@ def mark_of(directory: Path) -> Mark:
 def slots_for(stage: str, ranks: int) -> tuple[list[str], int, bool]:
     """The slot files of this machine, how many of them the job holds, and whether a slot is a GPU.
 
-    Without GPUs the whole machine is one slot. Preparing prompts needs none.
+    Without GPUs the whole machine is one slot. Stages that load no model need none.
 
     Raises:
         SpecError: the job needs more GPUs than there are.
     """
     gpus = deployment.gpus()
-    need = 0 if stage == "prepare" else (ranks if gpus else 1)
+    need = 0 if stage in WITHOUT_SLOT else (ranks if gpus else 1)
     if gpus and need > gpus:
         raise SpecError(f"layout: the job needs {need} GPUs but this machine has RATCHET_GPUS={gpus}")
     folder = deployment.home() / "slots"

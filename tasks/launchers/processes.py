@@ -69,16 +69,17 @@ class Mark:
     """How to recognise the processes of one job or one stack."""
 
     directory: Path
-    variable: str = JOB_VARIABLE
-    """Environment variable that holds the directory."""
+    variable: str | None = JOB_VARIABLE
+    """Environment variable that holds the directory; None: only `sessions` count."""
     sessions: frozenset[int] = frozenset()
     """Sessions that belong to it."""
 
     def processes(self) -> set[int]:
         """Pids of all live processes, the caller excluded."""
-        marker = f"{self.variable}={self.directory}".encode()
+        marker = f"{self.variable}={self.directory}".encode() if self.variable else None
         processes = {p.pid: p for p in map(read_process, _pids()) if p is not None}
-        members = {pid for pid, p in processes.items() if p.session in self.sessions or marker in _environment(pid)}
+        members = {pid for pid, p in processes.items() if p.session in self.sessions
+                   or (marker and marker in _environment(pid))}
         children: dict[int, list[int]] = {}
         for process in processes.values():
             children.setdefault(process.parent, []).append(process.pid)

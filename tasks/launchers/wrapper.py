@@ -118,7 +118,7 @@ def lease(config: dict[str, Any], log: IO[bytes]) -> Iterator[list[int]]:
     said = False
     while True:
         with contextlib.ExitStack() as files:
-            held = []
+            held: list[int] = []
             for number, path in enumerate(config["slots"]):
                 if len(held) < config["need"] and _lock(files, path):
                     held.append(number)

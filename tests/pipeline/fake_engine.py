@@ -43,6 +43,8 @@ def default_result(stage: str, directory: Path, spec: dict) -> dict:
 
         return {"outputs": {"checkpoint": spec["checkpoint_dir"], "export": str(export)}, "policy_version": 3,
                 "hashes": {"weights": hash_model_dir(export), "spec": "s" * 64}, "metrics": {"reward/mean": 0.5}}
+    if stage == "report":
+        return {"outputs": {"report": f"{spec['output']}/report.html"}}
     return evaluation(directory, spec)
 
 
@@ -63,7 +65,7 @@ def evaluation(directory: Path, spec: dict) -> dict:
         metrics[f"{model['name']}/mean_reward"] = score
     path = directory / "evaluation.json"
     path.write_text(json.dumps({"schema_version": 1, "pass_threshold": 1.0, "models": models}))
-    return {"outputs": {"evaluation": str(path)}, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
+    return {"outputs": {"evaluation": str(path), "samples": str(directory / "samples.jsonl")}, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
 
 
 def main() -> int:
