@@ -12,9 +12,10 @@ from tasks.operators import EngineOperator, GoOnOperator, PolicyApprovalOperator
 DOC = """
 ### Decide whether a candidate replaces the champion
 
-Starts by itself when `train_ppo` registers a candidate; by hand, give the registered model and a version. Both models are
-evaluated on the same prompts with the same seeds, the gate of the run's preset judges, a person approves (or the policy,
-when the preset says `automatic`), and the alias `champion` moves. A candidate that does not get through keeps the reason as tags.
+Starts by itself when `train_ppo` registers a candidate; by hand, give the registered model and a version. Both models
+are evaluated on the same prompts with the same seeds, the gate of the run's preset judges, a person approves (or the
+policy, when the preset says `automatic`), and the alias `champion` moves. A candidate that does not get through keeps
+the reason as tags.
 """
 
 PARAMS = {
@@ -27,7 +28,7 @@ with DAG(
     tags=["ratchet", "review"],
     default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
                   "max_retry_delay": timedelta(minutes=10)},
-):
+) as dag:
     load = PythonOperator(task_id="load", python_callable=review.load)
     evaluate = EngineOperator(
         task_id="evaluate", spec=review.compare_job, pool="gpus", pool_slots=deployment.pool_slots())

@@ -14,12 +14,13 @@ from tasks.pipeline import preset_names
 DOC = """
 ### Train a model with reinforcement learning and register the result as a candidate
 
-Choose a **preset** and trigger; every other field left empty keeps the preset's value. The run prepares the prompts, trains
-in **stages** (each: train, evaluate on held-out prompts, decide whether to go on) and registers the last stage's model as
-`candidate`, which starts `review_candidate`. Stages that are not needed are skipped.
+Choose a **preset** and trigger; every other field left empty keeps the preset's value. The run prepares the prompts,
+trains in **stages** (each: train, evaluate on held-out prompts, decide whether to go on) and registers the last
+stage's model as `candidate`, which starts `review_candidate`. Stages that are not needed are skipped.
 
 A task that fails because something outside broke is tried again and goes on from its last checkpoint. A task that was
-*refused* (exit 2) or ended with bad *numerics* (exit 4) is not: read its log's last line. Mark a task failed to stop its engine.
+*refused* (exit 2) or ended with bad *numerics* (exit 4) is not: read its log's last line. Mark a task failed to stop
+its engine.
 """
 
 PARAMS = {
@@ -49,7 +50,8 @@ PARAMS = {
         description="`automatic`: a passed gate promotes without a person."),
     "override": Param(
         "", type=["null", "string"], format="multiline", title="YAML override", section="Advanced",
-        description="Put over the preset and the form, for example `train: {actor: {lr: 1.0e-5}}`; checked before anything starts."),
+        description="Put over the preset and the form, for example `train: {actor: {lr: 1.0e-5}}`; checked before "
+                    "anything starts."),
     "force": Param(
         False, type="boolean", title="Replace jobs", section="Advanced",
         description="When this run's tasks are cleared after its preset changed: replace jobs that hold another spec."),
@@ -62,7 +64,7 @@ ON_GPUS = {"pool": "gpus", "pool_slots": deployment.pool_slots()}
 with DAG(
     "train_ppo", params=PARAMS, schedule=None, catchup=False, max_active_runs=1, default_args=RETRIES, doc_md=DOC,
     tags=["ratchet", "training"], render_template_as_native_obj=False,
-):
+) as dag:
     begin = PythonOperator(task_id="begin", python_callable=training.begin)
     prepare = EngineOperator(task_id="prepare", spec=partial(training.job, build=stages.prepare_spec))
     register = PythonOperator(

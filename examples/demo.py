@@ -1,8 +1,8 @@
 """`make demo`: train, evaluate, review and promote a small model on this machine, and watch it.
 
-Starts Airflow and MLflow (or uses the ones that run in the same home), triggers `train_ppo` over Airflow's REST API, shows
-its progress, waits for the review that its candidate starts, prints what changed. In a terminal the two UIs then stay up
-until Ctrl-C; otherwise, or with `--exit`, it ends. Runs in the pipeline's environment.
+Starts Airflow and MLflow (or uses the ones that run in the same home), triggers `train_ppo` over Airflow's REST API,
+shows its progress, waits for the review that its candidate starts, prints what changed. In a terminal the two UIs then
+stay up until Ctrl-C; otherwise, or with `--exit`, it ends. Runs in the pipeline's environment.
 """
 
 import argparse
@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--exit", action="store_true", help="end when the run has ended, also in a terminal")
     options = parser.parse_args()
     home = options.home.resolve()
-    os.environ |= {"RATCHET_HOME": str(home), "RATCHET_ENGINE_PYTHON": os.environ.get("RATCHET_ENGINE_PYTHON", str(ENGINE))}
+    os.environ["RATCHET_HOME"] = str(home)
+    os.environ.setdefault("RATCHET_ENGINE_PYTHON", str(ENGINE))
     stay = sys.stdout.isatty() and not options.exit
     stack: Stack | None = None
     with stopped_by_signals():
@@ -48,7 +49,8 @@ def main() -> int:
             stack, urls = open_stack(home)
             demo = Demo(AirflowAPI(urls["airflow"], USER, read_password(home)), home, plan)
             demo.show(demo.train(options.preset))
-            print(f"\nAirflow  {urls['airflow']}  (user {USER}, password {read_password(home)})\nMLflow   {urls['mlflow']}")
+            print(f"\nAirflow  {urls['airflow']}  (user {USER}, password {read_password(home)})")
+            print(f"MLflow   {urls['mlflow']}")
             if stay:
                 print("Ctrl-C stops both." if stack else "They were running before and stay.")
                 wait_for_interrupt(stack)
@@ -67,8 +69,9 @@ def main() -> int:
 def check(preset: str, home: Path) -> pipeline.Pipeline:
     """What can be known to fail is said before anything starts; makes the model when it is missing."""
     plan = stages.resolve(pipeline.read_preset(deployment.presets(), preset), stages.Form(), {})
-    if not os.access(os.environ["RATCHET_ENGINE_PYTHON"], os.X_OK):
-        raise DemoError(f"{os.environ['RATCHET_ENGINE_PYTHON']} is missing; `make setup` builds the engine's environment")
+    python = os.environ["RATCHET_ENGINE_PYTHON"]
+    if not os.access(python, os.X_OK):
+        raise DemoError(f"{python} is missing; `make setup` builds the engine's environment")
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     model = Path(stages.absolute_uri(plan.model, str(home)))
     needed, free = MODEL_BYTES.get(model.name, 1 << 30), shutil.disk_usage(home).free
@@ -78,7 +81,7 @@ def check(preset: str, home: Path) -> pipeline.Pipeline:
     if not (model / "config.json").exists():
         print(f"Making the model {model.name}", flush=True)
         made = subprocess.run(
-            [os.environ["RATCHET_ENGINE_PYTHON"], str(ROOT / "examples" / "models.py"), model.name, str(model)],
+            [python, str(ROOT / "examples" / "models.py"), model.name, str(model)],
             capture_output=True, text=True)
         if made.returncode:
             last = (made.stderr.strip().splitlines() or ["no output"])[-1]
@@ -134,16 +137,17 @@ class Demo:
         """Wait for the review; print what it decided, what changed, and where the report is."""
         made = self.api.xcom("train_ppo", run, "register")
         review = self._review_of(made)
-        print(f"Candidate {made['model']}/{made['version']} is registered; review_candidate {review} decides", flush=True)
+        candidate = f"{made['model']}/{made['version']}"
+        print(f"Candidate {candidate} is registered; review_candidate {review} decides", flush=True)
         self._follow("review_candidate", review)
         print()
         self._table(run, made["stage"])
         rejected = self.api.xcom("review_candidate", review, "reject")
         verdict = self.api.xcom("review_candidate", review, "gate")
         if rejected:
-            print(f"\nNot promoted: {made['model']}/{made['version']} was rejected by {rejected['by']}: {rejected['reason']}")
+            print(f"\nNot promoted: {candidate} was rejected by {rejected['by']}: {rejected['reason']}")
         else:
-            print(f"\nPromoted: {made['model']}/{made['version']} is the champion. {verdict}")
+            print(f"\nPromoted: {candidate} is the champion. {verdict}")
         print(f"Report   {self.api.xcom('train_ppo', run, 'report')['outputs']['report']}")
         print(f"Run      {self.api.xcom('train_ppo', run, 'begin')['mlflow']}")
 

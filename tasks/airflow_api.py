@@ -1,6 +1,7 @@
 """The little of Airflow's REST API that a client of Ratchet needs: trigger, look, answer. Standard library only."""
 
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -9,6 +10,11 @@ from typing import Any
 from engine.errors import FaultError
 
 TIMEOUT_S = 30.0
+PAUSES_S = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class NoAnswer(FaultError):
+    """The server did not answer at all."""
 
 
 class AirflowAPI:
@@ -23,9 +29,19 @@ class AirflowAPI:
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One request below `/api/v2`; the decoded answer. Logs in again when the token has expired.
 
+        A question is asked again when the server is too busy to answer or is being restarted; an order is given once.
+
         Raises:
             FaultError: the server refused, or does not answer; with its reason.
         """
+        for pause_s in PAUSES_S if method == "GET" else ():
+            try:
+                return self._call(method, path, body)
+            except NoAnswer:
+                time.sleep(pause_s)
+        return self._call(method, path, body)
+
+    def _call(self, method: str, path: str, body: Any) -> Any:
         if not self._token:
             self._token = self._send("POST", "/auth/token", self._login)["access_token"]
         try:
@@ -97,7 +113,7 @@ class AirflowAPI:
             reason = error.read().decode(errors="replace")[:500]
             raise FaultError(f"Airflow {method} {path}: {error.code} {reason}") from None
         except (OSError, ValueError) as error:
-            raise FaultError(f"Airflow {method} {path}: {error}") from None
+            raise NoAnswer(f"Airflow {method} {path}: {error}") from None
         return json.loads(text) if text else None
 
 

@@ -1,7 +1,7 @@
 """The job directory: submit, adopt, look, kill. The contract is section 4 of docs/design.md.
 
-A directory belongs to one task of one DAG run, whatever its try number; everything about a job can be read from it, by a
-task that knows nothing of the one that started it.
+A directory belongs to one task of one DAG run, whatever its try number; everything about a job can be read from it, by
+a task that knows nothing of the one that started it.
 """
 
 import contextlib
@@ -74,8 +74,9 @@ def safe_name(name: str) -> str:
 def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = False) -> Submission:
     """Make sure that a job with this spec runs or is done.
 
-    A running or finished job is adopted. One that failed or was lost gets a new attempt. Another spec in the directory is
-    refused, unless the job never got past its spec (exit 2) or `force` is given: then the old job is ended and replaced.
+    A running or finished job is adopted. One that failed or was lost gets a new attempt. Another spec in the directory
+    is refused, unless the job never got past its spec (exit 2) or `force` is given: then the old job is ended and
+    replaced.
 
     Raises:
         SpecError: the directory holds another spec; names what changed.
@@ -156,7 +157,8 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
         return [line for key in keys for line in differences(
             old.get(key), new.get(key), f"{where}.{key}" if where else key)]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [line for i, (a, b) in enumerate(zip(old, new, strict=True)) for line in differences(a, b, f"{where}[{i}]")]
+        pairs = enumerate(zip(old, new, strict=True))
+        return [line for i, (a, b) in pairs for line in differences(a, b, f"{where}[{i}]")]
     return [] if old == new else [f"{where}: {json.dumps(old)} -> {json.dumps(new)}"]
 
 

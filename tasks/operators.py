@@ -39,8 +39,8 @@ def airflow_errors() -> Iterator[None]:
 class EngineOperator(ResumableJobMixin, BaseOperator):
     """Run one engine job: submit it or take over the one that is there, show its log, return its result.
 
-    The job's directory depends on the DAG run and the task only, so a try that starts after a crash finds the job of the
-    try before it, whether that was recorded or not.
+    The job's directory depends on the DAG run and the task only, so a try that starts after a crash finds the job of
+    the try before it, whether that was recorded or not.
     """
 
     external_id_key = "engine_job"

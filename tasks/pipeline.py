@@ -23,7 +23,8 @@ RUN_FIELDS: dict[str, dict[str, Any]] = {
     "evaluate": {"models": [{"name": "base", "uri": "run"}], "prompts": "run"},
 }
 """Fields that the run fills in, with a stand-in to check the rest by."""
-RUN_ONLY: dict[str, tuple[str, ...]] = {"prepare": (), "train": ("resume_from", "tracking"), "evaluate": ("cache", "tracking")}
+RUN_ONLY: dict[str, tuple[str, ...]] = {
+    "prepare": (), "train": ("resume_from", "tracking"), "evaluate": ("cache", "tracking")}
 """Optional fields that only the run may set."""
 
 

@@ -26,7 +26,7 @@ def load(**context: Any) -> dict[str, str]:
         if candidate is None:
             raise SpecError(f"version: the registry has no {model}/{wanted}")
         if not candidate.tags.get("ratchet.run"):
-            raise SpecError(f"{candidate.label} has no tag ratchet.run: it was not made by a Ratchet run and cannot be reviewed")
+            raise SpecError(f"{candidate.label} has no tag ratchet.run: no Ratchet run made it")
         champion = registry.read(model, registry.CHAMPION)
         if champion is not None and champion.version == candidate.version:
             raise SpecError(f"version: {candidate.label} is the champion already; there is nothing to review")
@@ -56,7 +56,8 @@ def judge(context: Context) -> stages.Decision:
         candidate=evaluation.of("candidate"), champion=evaluation.of("champion"),
         files_hash=hash_model_dir(made.export_uri), training=made.training,
         pass_threshold=evaluation.pass_threshold), file.pipeline.gate)
-    write_bytes(join(found["run_uri"], "review.json"), json.dumps({"version": found["candidate"], **verdict.to_dict()}, indent=1))
+    evidence = {"version": found["candidate"], **verdict.to_dict()}
+    write_bytes(join(found["run_uri"], "review.json"), json.dumps(evidence, indent=1))
     context["ti"].xcom_push(key="evidence", value=verdict.markdown())
     return stages.Decision(verdict.passed, "; ".join(verdict.reasons))
 

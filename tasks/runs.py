@@ -1,4 +1,4 @@
-"""The file that one pipeline run is: written by its first task, read by all others and by the review of its candidate."""
+"""The file that a pipeline run is: its first task writes it, all others and the review of its candidate read it."""
 
 from pydantic import ValidationError
 
@@ -57,7 +57,7 @@ def read_run(root: str) -> RunFile:
         return RunFile.model_validate_json(read_text(where))
     except ValidationError as error:
         fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
-        raise SpecError(f"{where}: was written by another version of Ratchet, {fields} do not fit; start a new run") from None
+        raise SpecError(f"{where}: from another version of Ratchet, {fields} do not fit; start a new run") from None
 
 
 class CandidateFile(Spec):

@@ -1,8 +1,8 @@
-"""The local stack: Airflow and the MLflow server on this machine, 127.0.0.1 only, SQLite, everything below one directory.
+"""The local stack: Airflow and the MLflow server on this machine, 127.0.0.1 only, SQLite, all below one directory.
 
 `python -m tasks.stack [--home DIR]` starts it, restarts what dies, and on Ctrl-C or SIGTERM stops it, engine jobs
-included, leaving nothing running. A second start finds databases, passwords and (when they are free) ports as they were.
-For one machine and one person: a deployment for many has its own Airflow.
+included, leaving nothing running. A second start finds databases, passwords and (when they are free) ports as they
+were. For one machine and one person: a deployment for many has its own Airflow.
 """
 
 import argparse
@@ -133,7 +133,9 @@ class Stack:
     def environment(self) -> dict[str, str]:
         """The environment of every component."""
         return {k: v for k, v in os.environ.items() if not k.startswith("AIRFLOW_")} | {
-            STACK_VARIABLE: str(self.home), "RATCHET_HOME": str(self.home), "RATCHET_STORE": deployment_store(self.home),
+            STACK_VARIABLE: str(self.home),
+            "RATCHET_HOME": str(self.home),
+            "RATCHET_STORE": os.environ.get("RATCHET_STORE") or str(self.home / "store"),
             "RATCHET_ENGINE_PYTHON": os.environ.get("RATCHET_ENGINE_PYTHON") or str(ROOT / ".venv/engine/bin/python"),
             "MLFLOW_TRACKING_URI": self.mlflow_url, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1",
         } | self._airflow_environment() | MLFLOW_SETTINGS | self._extra
@@ -274,11 +276,6 @@ AIRFLOW_SETTINGS = {
     "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
 }
 MLFLOW_SETTINGS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-
-
-def deployment_store(home: Path) -> str:
-    """RATCHET_STORE, or a directory below the home."""
-    return os.environ.get("RATCHET_STORE") or str(home / "store")
 
 
 def free_port(wanted: int, *, taken: int = 0) -> int:

@@ -31,10 +31,10 @@ class Form:
             ("gate", "approval"): self.approval}
         change: dict[str, Any] = {}
         for path, value in fields.items():
-            if value is not None:
-                for key in reversed(path):
-                    value = {key: value}
-                change = merge(change, value)
+            leaf: Any = value
+            for key in reversed(path):
+                leaf = {key: leaf}
+            change = merge(change, leaf) if value is not None else change
         return change
 
 
@@ -225,5 +225,5 @@ def absolute_uri(uri: str, below: str) -> str:
 def _metric(evaluations: Mapping[int, Mapping[str, float]], stage: int, name: str) -> float:
     metrics = evaluations.get(stage, {})
     if name not in metrics:
-        raise SpecError(f"stages.metric: the evaluation of stage {stage} has no {name!r}; it has {sorted(metrics)[:20]}")
+        raise SpecError(f"stages.metric: stage {stage} has no {name!r}; it has {sorted(metrics)[:20]}")
     return metrics[name]

@@ -1,4 +1,4 @@
-"""What the tasks of `train_ppo` do besides running engine jobs: begin the run, describe its jobs, register the candidate."""
+"""What the tasks of `train_ppo` do besides running engine jobs: begin, describe the jobs, register the candidate."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def begin(**context: Any) -> dict[str, str]:
             pipeline.read_yaml(params.get("override") or "", "override"))
         if plan.stages.count > deployment.max_stages():
             raise SpecError(f"stages.count: {plan.stages.count} stages, but this deployment's DAG has "
-                            f"{deployment.max_stages()}; set RATCHET_MAX_STAGES for its scheduler and workers, or fewer stages")
+                            f"{deployment.max_stages()}; choose fewer, or set RATCHET_MAX_STAGES for all of Airflow")
         base, version = base_model(plan)
         check_model(plan, base)
         deployment.engine_python()
@@ -35,7 +35,7 @@ def begin(**context: Any) -> dict[str, str]:
                 git_sha=tracking.git_sha(), base_model=version or base, spec_hash=hash_spec(plan),
                 airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id))
         if parent is None:
-            raise SpecError("MLFLOW_TRACKING_URI is not set, so there is no registry for the candidate; set it for the workers")
+            raise SpecError("MLFLOW_TRACKING_URI is not set, so there is no registry; set it for the workers")
         root = runs.run_root(ti.dag_id, ti.run_id)
         runs.write_run(root, runs.RunFile(
             pipeline=plan, preset=params["preset"], base_model=base, base_version=version, tracking=parent,
@@ -133,8 +133,9 @@ def register(**context: Any) -> dict[str, Any]:
         runs.write_candidate(root, runs.CandidateFile(
             model=name, version=version.version, stage=last, export_uri=export, weights_hash=version.weights_hash,
             prompts=stages.output(run, "prepare", "prompts"), training=train.metrics))
-        for done, metrics in ((file.tracking, evaluation.metrics), *((stage_run(file, k), {}) for k in range(1, last + 1))):
-            tracking.finish_run(done, status="FINISHED", metrics=metrics)
+        tracking.finish_run(file.tracking, status="FINISHED", metrics=evaluation.metrics)
+        for stage in range(1, last + 1):
+            tracking.finish_run(stage_run(file, stage), status="FINISHED")
         announcement = {"model": name, "version": version.version, "run_uri": root}
         context["outlet_events"][CANDIDATE].extra = announcement
         return {**announcement, "stage": last}

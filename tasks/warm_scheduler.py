@@ -1,8 +1,8 @@
 """Airflow's scheduler for the local stack, with what its tasks import already loaded.
 
-The LocalExecutor forks a process per task, so what is loaded here a task does not load again: MLflow's client alone takes
-seconds. Waits for the API server before it starts, because a scheduler without one burns the retries of its tasks.
-`python -m tasks.warm_scheduler API_URL`.
+The LocalExecutor forks a process per task, so what is loaded here a task does not load again: MLflow's client alone
+takes seconds. Waits for the API server before it starts, because a scheduler without one burns the retries of its
+tasks. `python -m tasks.warm_scheduler API_URL`.
 """
 
 import sys

@@ -39,7 +39,7 @@ def start(directory: Path, stage: str, *, attempt: int, ranks: int) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while not (directory / JOB_FILE).exists():
         if wrapper.poll() is not None and not (directory / JOB_FILE).exists():
-            raise FaultError(f"{directory}: the job's wrapper ended with {wrapper.returncode} before it started the job")
+            raise FaultError(f"{directory}: its wrapper ended with {wrapper.returncode} before it started the job")
         if time.monotonic() > deadline:
             mark_of(directory).end(grace_s=0.0)
             raise FaultError(f"{directory}: the job's wrapper did not start within {START_LIMIT_S:.0f} s")
@@ -60,7 +60,7 @@ def kill(directory: Path) -> None:
     """End every process of the job: SIGTERM, then SIGKILL."""
     left = mark_of(directory).end(grace_s=KILL_GRACE_S)
     if left:
-        raise FaultError(f"{directory}: processes {sorted(left)} survive SIGKILL; the kernel holds them (a stuck device?)")
+        raise FaultError(f"{directory}: processes {sorted(left)} survive SIGKILL: the kernel holds them")
 
 
 def mark_of(directory: Path) -> Mark:

@@ -1,8 +1,8 @@
 """Which processes belong to a job, and how to end them. Reads /proc; standard library only (the wrapper uses it).
 
-A process group is not enough: torchrun starts every rank in a session of its own. A job's processes are those that carry
-its directory in their environment, those in the session of its first process (a program may overwrite its environment to
-set its title), and the descendants of both.
+A process group is not enough: torchrun starts every rank in a session of its own. A job's processes are those that
+carry its directory in their environment, those in the session of its first process (a program may overwrite its
+environment to set its title), and the descendants of both.
 """
 
 import os

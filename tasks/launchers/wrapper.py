@@ -7,6 +7,7 @@ library only. It writes job.json when it starts and exit.json when no process of
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -118,10 +119,8 @@ def lease(config: dict[str, Any], log: IO[bytes]) -> Iterator[list[int]]:
     said = False
     while True:
         with contextlib.ExitStack() as files:
-            held: list[int] = []
-            for number, path in enumerate(config["slots"]):
-                if len(held) < config["need"] and _lock(files, path):
-                    held.append(number)
+            free = (number for number, path in enumerate(config["slots"]) if _lock(files, path))
+            held = list(itertools.islice(free, config["need"]))
             if len(held) == config["need"]:
                 yield held
                 return

@@ -1,4 +1,4 @@
-"""Airflow and MLflow for tests: the product's own local stack, in a directory of its own, with a stand-in for the engine."""
+"""Airflow and MLflow for tests: the product's own local stack in a directory of its own, its engine a stand-in."""
 
 import json
 import time

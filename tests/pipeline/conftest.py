@@ -1,4 +1,4 @@
-"""Servers that tests of the pipeline share (started once a session), and a deployment with a stand-in for the engine."""
+"""Servers that tests of the pipeline share (started once a session), a deployment with a stand-in for the engine."""
 
 import json
 import stat

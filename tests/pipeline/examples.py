@@ -14,5 +14,6 @@ def preset(**changes: Any) -> dict[str, Any]:
     source = {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}
     return {
         "model": "models/tiny", "registry": {"model": "tiny"}, "train": train_section(), "stages": {"count": 2},
-        "prepare": {"max_prompt_tokens": 32, "train": {"sources": [source]}, "eval": {"sources": [{**source, "seed": 1}]}},
+        "prepare": {"max_prompt_tokens": 32, "train": {"sources": [source]},
+                    "eval": {"sources": [{**source, "seed": 1}]}},
         "evaluate": {"rewards": [{"kind": "exact"}], "max_response_tokens": 8}, **changes}

@@ -2,8 +2,9 @@
 
 What a job does is read from the JSON file that RATCHET_FAKE_PLAN names: for each task (the end of the job directory's
 path) a list of behaviours, one an attempt, the last one for all later attempts; under `scores` the mean reward of every
-model, by a part of its URI. A behaviour may hold `seconds` to run, `exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die by), `half_line` (to die in),
-`result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print).
+model, by a part of its URI. A behaviour may hold `seconds` to run, `exit` code, `ignore_sigterm`, `children`
+(processes in sessions of their own), `signal` (to die by), `half_line` (to die in), `result` (outputs and metrics),
+`torn` (an unreadable result), `say` (lines to print).
 """
 
 import json
@@ -65,7 +66,8 @@ def evaluation(directory: Path, spec: dict) -> dict:
         metrics[f"{model['name']}/mean_reward"] = score
     path = directory / "evaluation.json"
     path.write_text(json.dumps({"schema_version": 1, "pass_threshold": 1.0, "models": models}))
-    return {"outputs": {"evaluation": str(path), "samples": str(directory / "samples.jsonl")}, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
+    outputs = {"evaluation": str(path), "samples": str(directory / "samples.jsonl")}
+    return {"outputs": outputs, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
 
 
 def main() -> int:

@@ -17,7 +17,8 @@ from tasks.launchers import local
 from tests.pipeline.examples import train_section
 
 PREPARE = PrepareSpec(
-    tokenizer="/m", output="/o", max_prompt_tokens=9, train=PromptSetSpec(sources=[GeneratedSource(task="chain_sum", size=4)]),
+    tokenizer="/m", output="/o", max_prompt_tokens=9,
+    train=PromptSetSpec(sources=[GeneratedSource(task="chain_sum", size=4)]),
     eval=PromptSetSpec(sources=[GeneratedSource(task="chain_sum", size=4, seed=1)]))
 
 
@@ -153,7 +154,8 @@ def test_an_interpreter_that_does_not_start_ends_the_job_with_a_reason(deploymen
 
 
 @pytest.mark.parametrize("behaviour", [
-    {"seconds": 600}, {"seconds": 600, "ignore_sigterm": True}, {"seconds": 600, "ignore_sigterm": True, "children": 3}])
+    {"seconds": 600}, {"seconds": 600, "ignore_sigterm": True},
+    {"seconds": 600, "ignore_sigterm": True, "children": 3}])
 def test_a_kill_leaves_no_process_within_five_seconds(deployment, behaviour):
     directory = deployment.home / "jobs" / "d" / "r" / "t"
     deployment.plan({"t": [behaviour, {}]})

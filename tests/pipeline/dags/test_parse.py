@@ -1,0 +1,97 @@
+"""What parsing the DAG files loads, and the shape of what they make."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(Path("dags").glob("*.py"))
+
+
+def test_parsing_dags_loads_no_engine_library(tmp_path):
+    code = ("import runpy, sys, pathlib\n"
+            "for f in pathlib.Path('dags').glob('*.py'): runpy.run_path(str(f))\n"
+            "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'mlflow', 'boto3', 'pandas', 'ray', 'requests'}\n"
+            "print(sorted(heavy & set(sys.modules)))")
+    environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path), "PYTHONPATH": "."}
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).strip().splitlines()[-1]
+    assert said == "[]"
+
+
+def test_parsing_reads_no_preset_and_connects_to_nothing(tmp_path):
+    code = ("import builtins, runpy, socket\n"
+            "import airflow.sdk, airflow.providers.standard.operators.hitl\n"
+            "def refuse(*a, **k): raise AssertionError('a connection at parse time')\n"
+            "socket.socket.connect = refuse\n"
+            "plain = builtins.open\n"
+            "def watched(file, *a, **k):\n"
+            "    assert not str(file).endswith('.yaml'), f'{file} read at parse time'\n"
+            "    return plain(file, *a, **k)\n"
+            "builtins.open = watched\n"
+            "for name in ('train_ppo', 'review_candidate'): runpy.run_path(f'dags/{name}.py')\n"
+            "print('parsed')")
+    environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path), "PYTHONPATH": "."}
+    assert "parsed" in subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def dags(tmp_path_factory):
+    os.environ.setdefault("AIRFLOW_HOME", str(tmp_path_factory.mktemp("airflow")))
+    from airflow.sdk import DAG
+
+    found = [value for file in FILES for value in runpy.run_path(str(file)).values() if isinstance(value, DAG)]
+    return {dag.dag_id: dag for dag in found}
+
+
+def upstream(dag, task_id):
+    return set(dag.get_task(task_id).upstream_task_ids)
+
+
+def test_stages_follow_each_other_and_the_candidate_waits_for_all(dags):
+    dag = dags["train_ppo"]
+    assert upstream(dag, "prepare") == {"begin"}
+    assert upstream(dag, "stage_1.train") == {"prepare"}
+    for k in range(1, 5):
+        assert upstream(dag, f"stage_{k}.evaluate") == {f"stage_{k}.train"}
+    for k in range(2, 5):
+        assert upstream(dag, f"stage_{k}.train") == {f"stage_{k - 1}.go_on"}
+    assert upstream(dag, "register") == {f"stage_{k}.evaluate" for k in range(1, 5)}
+    assert dag.get_task("register").trigger_rule == "none_failed_min_one_success"
+
+
+def test_stopping_after_a_stage_skips_every_later_one_but_not_the_candidate(dags):
+    dag = dags["train_ppo"]
+    skipped = {task.task_id for task in dag.get_task("stage_2.go_on").dependants()}
+    assert skipped == {"stage_3.train", "stage_3.evaluate", "stage_3.go_on", "stage_4.train", "stage_4.evaluate"}
+    assert {t.task_id for t in dags["review_candidate"].get_task("gate").dependants()} == {"approve", "promote"}
+
+
+def test_training_never_runs_twice_at_once_nor_catches_up(dags):
+    dag = dags["train_ppo"]
+    assert dag.max_active_runs == 1 and dag.catchup is False and dag.schedule is None
+    for task in dag.tasks:
+        on_gpus = task.task_id.endswith(("train", "evaluate"))
+        assert task.pool == ("gpus" if on_gpus else "default_pool")
+        assert task.retries >= 5 and task.retry_exponential_backoff
+
+
+def test_a_candidate_starts_its_review(dags):
+    from tasks.assets import CANDIDATE, CHAMPION
+
+    review = dags["review_candidate"]
+    assert list(dags["train_ppo"].get_task("register").outlets) == [CANDIDATE]
+    assert list(review.get_task("promote").outlets) == [CHAMPION]
+    assert CANDIDATE in list(review.schedule) and review.catchup is False
+
+
+def test_the_form_offers_every_preset_and_refuses_others(dags):
+    from airflow.sdk.exceptions import ParamValidationError
+
+    params = dags["train_ppo"].params
+    assert params.get_param("preset").schema["enum"] == sorted(p.stem for p in Path("examples").glob("*.yaml"))
+    for name, wrong in (("preset", "none"), ("stages", 0), ("stages", 5), ("iterations", "x"), ("approval", "maybe")):
+        with pytest.raises(ParamValidationError):
+            params.get_param(name).resolve(wrong)
