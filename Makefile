@@ -40,7 +40,7 @@ test-fast: setup  ## Tests without the slow ones
 	@bash tests/run.sh -m "not chaos and not slow"
 
 demo: setup  ## Train, review and promote a model on this machine (PRESET=default|tiny)
-	@exec $(pipeline) examples/demo.py --preset $(PRESET)
+	@exec $(pipeline) -m examples.demo --preset $(PRESET)
 
 bench: setup  ## All benchmarks, or BENCH="rollout iteration"
 	@for name in $(BENCH); do \

@@ -15,6 +15,7 @@ compile() {
 compile "$@" pipeline.in -o pipeline.txt
 compile "$@" --override overrides.txt engine-cpu.in -o engine-cpu.txt
 # `==2.13.0` also takes the local build `2.13.0+cpu` and prefers it; the reverse would shut out every other source.
-sed -i 's/^\(torch==[0-9.]*\)+cpu$/\1/' engine-cpu.txt
+compile "$@" trl.in -o trl.txt
+sed -i 's/^\(torch==[0-9.]*\)+cpu$/\1/' engine-cpu.txt trl.txt
 UV_FIND_LINKS="" compile "$@" engine-gpu.in -o engine-gpu.txt
 compile "$@" --constraint engine-cpu.txt ray.in -o ray.txt

@@ -28,18 +28,12 @@ class SwitchingRollout:
     """Of the stage's policy; it decides the seeds, and is the version of the weights."""
     prompts: Sequence[Prompt] = ()
     """Of the last call; what its sample ids count in."""
-    samples_per_prompt: int = 1
-    """Of the last call."""
-    samples_per_prompt: int = 1
-    """Of the last call."""
     transitions: list[Transition] = field(default_factory=list)
     """Of the iteration."""
 
     def generate(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> TensorDict:
         """See `engine.dataflows.roles.RolloutRole`."""
         self.prompts = prompts
-        self.samples_per_prompt = 1 if greedy else self.rollout.plan.samples_per_prompt
-        self.samples_per_prompt = 1 if greedy else self.rollout.plan.samples_per_prompt
         with self.clock.phase("transition"):
             self.transitions.append(self.engine.switch_mode("generate"))
         with self.clock.phase("generate"):
@@ -60,7 +54,7 @@ class Scoring:
 
     def score(self, batch: TensorDict) -> TensorDict:
         """See `engine.dataflows.roles.RewardRole`."""
-        return self.worker.score(batch, self.rollout.prompts, self.rollout.samples_per_prompt)
+        return self.worker.score(batch, self.rollout.prompts, self.rollout.rollout.plan.samples_per_prompt)
 
 
 @dataclass

@@ -1,0 +1,131 @@
+"""The train stage as a job: `python -m engine train DIR`, on real Megatron and vLLM, one to two processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_evaluate import prepare_prompts
+from tests.engine.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A model, and prompts for training."""
+    root = tmp_path_factory.mktemp("train")
+    make_tiny_model(root / "base")
+    prepare_prompts(root, tokenizer=root / "base", train=24)
+    return root
+
+
+def write_job(world: Path, name: str, **fields) -> Path:
+    """A job directory whose outputs stand beside its spec."""
+    job = world / name
+    job.mkdir()
+    spec = {
+        "stage": "train", "model": str(world / "base"), "prompts": str(world / "prompts"), "algorithm": {"kind": "ppo"},
+        "rewards": [{"kind": "length"}], "rollout": {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20},
+        "actor": {"lr": 1e-3}, "critic": {"lr": 1e-3}, "iterations": 3, "prompts_per_iteration": 8, "minibatches": 2,
+        "microbatch_tokens": 96, "checkpoint_dir": str(job / "checkpoints"), "export_dir": str(job / "export"), **fields}
+    (job / "spec.json").write_text(json.dumps(spec))
+    return job
+
+
+def start(job: Path) -> subprocess.Popen:
+    with (job / "log.txt").open("a") as log:
+        return subprocess.Popen([sys.executable, "-m", "engine", "train", str(job)], cwd=ROOT, stdout=log,
+                                stderr=subprocess.STDOUT, start_new_session=True,
+                                env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def run(job: Path) -> dict:
+    """Run a job to its end and return its result."""
+    assert start(job).wait(timeout=600) == 0, (job / "log.txt").read_text()[-3000:]
+    return json.loads((job / "result.json").read_text())
+
+
+def metrics_of(job: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["metrics"] for line in lines]
+
+
+def weights_of(export: str) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(Path(export) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world) -> Path:
+    """Three iterations in one process, never stopped."""
+    job = write_job(world, "undisturbed", checkpoint_every=1)
+    run(job)
+    return job
+
+
+def test_a_stage_trains_what_it_exports_and_samples_from_what_it_trained(world, undisturbed):
+    from transformers import AutoModelForCausalLM
+
+    result = json.loads((undisturbed / "result.json").read_text())
+    before, after = weights_of(str(world / "base")), weights_of(result["outputs"]["export"])
+    assert before.keys() == after.keys()
+    assert all(not before[name].equal(after[name]) for name in before if "bias" not in name)
+    AutoModelForCausalLM.from_pretrained(result["outputs"]["export"])
+    for row in metrics_of(undisturbed):
+        assert row["rollout/logprob_gap"] < 1e-4
+        assert row["actor/skipped_steps"] == row["alarms/nan"] == 0
+        phases = sum(row[f"time/{phase}_s"] for phase in ("generate", "score", "logprobs", "values", "update", "transition"))
+        assert phases + row["time/other_s"] == pytest.approx(row["time/iteration_s"])
+    # Weights travel once an iteration, before its only rollout.
+    assert result["policy_version"] == 3
+    assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["latest.json", "step-000002", "step-000003"]
+
+
+def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(world, undisturbed):
+    job = write_job(world, "killed", checkpoint_every=1)
+    process = start(job)
+    deadline = time.monotonic() + 300
+    while not (job / "checkpoints" / "step-000001").exists():
+        assert process.poll() is None and time.monotonic() < deadline, (job / "log.txt").read_text()[-3000:]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    run(job)
+    assert '"resumed"' in (job / "log.txt").read_text()
+    expected, found = weights_of(str(undisturbed / "export")), weights_of(str(job / "export"))
+    assert all(expected[name].equal(found[name]) for name in expected)
+    timeless = [{name: value for name, value in row.items() if not name.startswith("time/") and "_per_s" not in name}
+                for row in (metrics_of(undisturbed)[-1], metrics_of(job)[-1])]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_stage_starts_where_the_stage_before_ended(world, undisturbed):
+    """Two stages of one and two iterations are one stage of three."""
+    first = write_job(world, "first", iterations=1)
+    checkpoint = run(first)["outputs"]["checkpoint"]
+    second = write_job(world, "second", iterations=2, resume_from=checkpoint)
+    result = run(second)
+    assert result["policy_version"] == 3
+    expected, found = weights_of(str(undisturbed / "export")), weights_of(str(second / "export"))
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("layout", "generation"), [({"tp": 2}, 1), ({"pp": 2}, 2), ({"dp": 2}, 1)])
+def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, generation):
+    rollout = {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20, "layout": {"tp": generation}}
+    job = write_job(world, f"layout-{'-'.join(layout)}", layout=layout, rollout=rollout, iterations=2)
+    run(job)
+    for expected, found in zip(metrics_of(undisturbed), metrics_of(job), strict=False):
+        assert found["rollout/logprob_gap"] < 1e-4
+        for name in ("reward/mean", "rollout/response_tokens_mean", "actor/loss", "actor/grad_norm", "critic/loss",
+                     "critic/grad_norm", "actor/entropy"):
+            assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=2e-5), name
