@@ -186,8 +186,9 @@ def _axes(unit: str, wide: bool = False, legend: bool = False) -> tuple[Any, Any
 
     # A figure without pyplot: no display, no global state, nothing to close.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    style = {"font.size": 9, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED, "xtick.color": MUTED,
+    style: dict[Any, Any] = {"font.size": 9, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED, "xtick.color": MUTED,
              "ytick.color": MUTED, "text.color": INK, "axes.spines.top": False, "axes.spines.right": False,
              "axes.spines.left": False, "ytick.left": False}
     with matplotlib.rc_context(style):
@@ -200,7 +201,7 @@ def _axes(unit: str, wide: bool = False, legend: bool = False) -> tuple[Any, Any
         axes.set_xlabel("iteration")
         axes.grid(axis="y", color=RULE, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     return figure, axes
 
 

@@ -171,10 +171,7 @@ def rollback(model: str, decision: Decision, *, to: str | None = None) -> Versio
         if decision.url and left.tags.get("ratchet.restored_by_run") == decision.url:
             target = left  # an earlier try of this rollback moved the alias; complete the rest
         else:
-            target = _by_number(client, model, to) if to else _by_alias(client, model, PREVIOUS)
-            if target is None or target.version == left.version:
-                wanted = f"version {to}" if to else f"alias {PREVIOUS}"
-                raise RegistryConflict(f"{left.label}: nothing to roll back to ({wanted} is absent or the champion)")
+            target = _rollback_target(client, left, to)
             # The notes first: after the alias has moved, a retry could not tell which version was left.
             _tag(client, target, {"ratchet.restored_by_run": decision.url, "ratchet.restored_from": left.version})
             _decide(client, left, "rolled_back", decision, {})
@@ -186,6 +183,14 @@ def rollback(model: str, decision: Decision, *, to: str | None = None) -> Versio
         else:
             _drop_alias(client, _read(client, model, target.version), PREVIOUS)
         return _read(client, model, target.version)
+
+
+def _rollback_target(client: Any, left: Version, to: str | None) -> Version:
+    target = _by_number(client, left.model, to) if to else _by_alias(client, left.model, PREVIOUS)
+    if target is None or target.version == left.version:
+        wanted = f"version {to}" if to else f"alias {PREVIOUS}"
+        raise RegistryConflict(f"{left.label}: nothing to roll back to ({wanted} is absent or the champion)")
+    return target
 
 
 def _check_promotion(now: Version, champion: Version | None, base: Version | None, evaluated: str, files: str) -> None:
