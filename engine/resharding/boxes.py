@@ -1,7 +1,5 @@
 """Boxes: axis-aligned slices of a tensor, as half-open ranges per dimension."""
 
-from math import prod
-
 Box = tuple[tuple[int, int], ...]
 """One (start, stop) per dimension of the logical tensor; empty when a stop is not beyond its start."""
 
@@ -18,13 +16,23 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def volume(box: Box) -> int:
     """Elements in the box."""
-    return prod(max(0, stop - start) for start, stop in box)
+    elements = 1
+    for start, stop in box:
+        if stop <= start:
+            return 0
+        elements *= stop - start
+    return elements
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one tensor, or None when they share no element."""
-    common = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    common = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start, stop = max(a_start, b_start), min(a_stop, b_stop)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

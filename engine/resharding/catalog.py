@@ -3,8 +3,10 @@
 The only list of parameter names: Megatron, vLLM, FSDP and files say where these tensors lie, nothing else names them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.errors import ModelError
@@ -46,8 +48,9 @@ _MOE_NAMES = {
 }
 
 
-def catalog(shape: ModelShape, critic: bool = False) -> dict[str, LogicalTensor]:
-    """Every tensor of the model, in checkpoint order.
+@lru_cache(maxsize=8)
+def catalog(shape: ModelShape, critic: bool = False) -> Mapping[str, LogicalTensor]:
+    """Every tensor of the model by name, in checkpoint order. One mapping for all who ask: not to be changed.
 
     Args:
         shape: sizes of the model.
@@ -63,7 +66,7 @@ def catalog(shape: ModelShape, critic: bool = False) -> dict[str, LogicalTensor]
     table.append(LogicalTensor("model.norm.weight", (shape.hidden_size,), "final_norm"))
     if not shape.tied_embeddings and not critic:
         table.append(LogicalTensor("lm_head.weight", (shape.vocab_size, shape.hidden_size), "lm_head"))
-    return {tensor.name: tensor for tensor in table}
+    return MappingProxyType({tensor.name: tensor for tensor in table})
 
 
 def _layer(shape: ModelShape, layer: int) -> Iterator[LogicalTensor]:

@@ -22,7 +22,8 @@ class Wire:
         alone = self._group is None
         self.rank = 0 if alone else dist.get_rank(self._group)
         self.size = 1 if alone else dist.get_world_size(self._group)
-        on_gpu = not alone and dist.get_backend(self._group) == "nccl"
+        # A job's group has gloo for CPU tensors beside NCCL: what travels is on the GPU wherever there is one.
+        on_gpu = not alone and torch.cuda.is_available() and "nccl" in dist.get_backend_config(self._group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def post(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[dist.Work]:
