@@ -155,9 +155,10 @@ def _primary_rows(evidence: GateEvidence, policy: GatePolicy) -> tuple[list[Gate
                            PairedTest(policy.alpha / tested, policy.bootstrap_samples, policy.seed), clusters)
     p_values = [r.p_value for r in results]
     rises = risen(p_values, policy)
-    detectable: dict[str, float] = {p.score: detectable_difference(differences[:, k], margin=p.margin, alpha=policy.alpha / tested,
-                                                 power=policy.power, clusters=clusters)
-                  for k, p in enumerate(policy.primary)}
+    detectable: dict[str, float] = {
+        p.score: detectable_difference(differences[:, k], margin=p.margin, alpha=policy.alpha / tested,
+                                       power=policy.power, clusters=clusters)
+        for k, p in enumerate(policy.primary)}
     rows = []
     for k, primary in enumerate(policy.primary):
         # One proven rise is enough under `any`, if this score did not fall.
