@@ -150,7 +150,9 @@ class Rollout:
         batch = make_batch([
             Sample(i, prompts[i // group_size].token_ids, r.token_ids, r.logprobs, r.truncated)
             for i, r in responses.items()], policy_version)
-        return shard(batch, plan.minibatches, plan.dp, plan.dp_rank, sample_seed(plan.seed, iteration, -1))
+        # Greedy responses are only scored: no optimizer step divides them.
+        minibatches = 1 if greedy else plan.minibatches
+        return shard(batch, minibatches, plan.dp, plan.dp_rank, sample_seed(plan.seed, iteration, -1))
 
 
 def summarise_lengths(responses: Sequence[Response], seconds: float) -> dict[str, float]:
