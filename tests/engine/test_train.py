@@ -32,8 +32,8 @@ def write_job(world: Path, name: str, **fields) -> Path:
     job.mkdir()
     spec = {
         "stage": "train", "model": str(world / "base"), "prompts": str(world / "prompts"), "algorithm": {"kind": "ppo"},
-        "rewards": [{"kind": "length"}], "rollout": {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20},
-        "actor": {"lr": 1e-3}, "critic": {"lr": 1e-3}, "iterations": 3, "prompts_per_iteration": 8, "minibatches": 2,
+        "rewards": [{"kind": "regex", "pattern": "(?s)[a-m].*"}], "rollout": {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20},
+        "actor": {"lr": 1e-4}, "critic": {"lr": 1e-4}, "iterations": 3, "prompts_per_iteration": 8, "minibatches": 2,
         "microbatch_tokens": 96, "checkpoint_dir": str(job / "checkpoints"), "export_dir": str(job / "export"), **fields}
     (job / "spec.json").write_text(json.dumps(spec))
     return job
@@ -124,8 +124,10 @@ def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, genera
     rollout = {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20, "layout": {"tp": generation}}
     job = write_job(world, f"layout-{'-'.join(layout)}", layout=layout, rollout=rollout, iterations=2)
     run(job)
-    for expected, found in zip(metrics_of(undisturbed), metrics_of(job), strict=False):
+    # Adam turns a gradient near zero into a step of full size, whatever its sign: rounding shows after the first update.
+    for expected, found, tolerance in zip(metrics_of(undisturbed), metrics_of(job), (1e-4, 2e-2), strict=False):
         assert found["rollout/logprob_gap"] < 1e-4
         for name in ("reward/mean", "rollout/response_tokens_mean", "actor/loss", "actor/grad_norm", "critic/loss",
                      "critic/grad_norm", "actor/entropy"):
-            assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=2e-5), name
+            assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-5), name
+    assert 0 < metrics_of(job)[0]["reward/mean"] < 1
