@@ -58,7 +58,7 @@ PARAMS = {
 }
 
 RETRIES = {"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-           "max_retry_delay": timedelta(minutes=10)}
+           "max_retry_delay": timedelta(minutes=10), "on_failure_callback": training.failed}
 ON_GPUS = {"pool": "gpus", "pool_slots": deployment.pool_slots()}
 
 with DAG(

@@ -91,7 +91,7 @@ class AirflowAPI:
     def log(self, dag_id: str, run_id: str, task_id: str, attempt: int = 1) -> str:
         """The log of one try of a task, as text."""
         answer = self.call("GET", f"/dags/{dag_id}/dagRuns/{_quoted(run_id)}/taskInstances/{task_id}/logs/{attempt}")
-        return "\n".join(line if isinstance(line, str) else str(line.get("event", line)) for line in answer["content"])
+        return "\n".join(_line(line) for line in answer["content"])
 
     def answer(self, dag_id: str, run_id: str, task_id: str, option: str) -> None:
         """Answer an approval."""
@@ -115,6 +115,14 @@ class AirflowAPI:
         except (OSError, ValueError) as error:
             raise NoAnswer(f"Airflow {method} {path}: {error}") from None
         return json.loads(text) if text else None
+
+
+def _line(line: Any) -> str:
+    """A line of a task log, an exception with its type and words."""
+    if isinstance(line, str):
+        return line
+    raised = [f"{e.get('exc_type')}: {e.get('exc_value')}" for e in line.get("error_detail") or []]
+    return " ".join([str(line.get("event", "")), *raised])
 
 
 def _quoted(part: str) -> str:

@@ -30,10 +30,9 @@ def airflow_errors() -> Iterator[None]:
     """Ratchet's errors as Airflow's: what a person must mend is not retried, what a retry can mend is."""
     try:
         yield
-    except RefusedError as error:
-        raise AirflowFailException(f"{type(error).__name__}: {error}") from None
-    except FaultError as error:
-        raise AirflowException(f"{type(error).__name__}: {error}") from None
+    except (RefusedError, FaultError) as error:
+        kind = AirflowFailException if error.exit_code in NEVER_RETRIED else AirflowException
+        raise kind(f"{type(error).__name__}: {error}") from None
 
 
 class EngineOperator(ResumableJobMixin, BaseOperator):

@@ -130,6 +130,10 @@ class Stack:
         """Pid of a component now."""
         return next(c.process.pid for c in self._components if c.name == name and c.process is not None)
 
+    def processes(self) -> set[int]:
+        """Pids of all processes of the stack, without engine jobs."""
+        return Mark(self.home, STACK_VARIABLE, self._sessions()).processes()
+
     def environment(self) -> dict[str, str]:
         """The environment of every component."""
         return {k: v for k, v in os.environ.items() if not k.startswith("AIRFLOW_")} | {
@@ -216,13 +220,15 @@ class Stack:
             "airflow": self.airflow_url, "mlflow": self.mlflow_url, "components": self._records}))
 
     def _end_components(self) -> None:
-        recorded = (jobs.read_json(self.home / STATE_FILE) or {}).get("components", {})
-        sessions = {name: session_of(record) for name, record in recorded.items()}
         # The scheduler and its tasks first: while the API lives a task can end its engine and say that it was stopped.
-        Mark(self.home, None, frozenset(sessions.get("scheduler", ()))).end(grace_s=TASK_GRACE_S)
-        left = Mark(self.home, STACK_VARIABLE, frozenset().union(*sessions.values())).end(grace_s=STOP_GRACE_S)
+        Mark(self.home, None, self._sessions("scheduler")).end(grace_s=TASK_GRACE_S)
+        left = Mark(self.home, STACK_VARIABLE, self._sessions()).end(grace_s=STOP_GRACE_S)
         if left:
             raise FaultError(f"processes {sorted(left)} of the stack in {self.home} survive SIGKILL")
+
+    def _sessions(self, only: str | None = None) -> frozenset[int]:
+        recorded = (jobs.read_json(self.home / STATE_FILE) or {}).get("components", {})
+        return frozenset(pid for name, record in recorded.items() if only in (None, name) for pid in session_of(record))
 
     def _wait_for(self, component: Component, url: str) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -347,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
             signal.pause()
         except KeyboardInterrupt:
             print("Stopping", flush=True)
-        except FaultError as error:
+        except (FaultError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 3
         finally:

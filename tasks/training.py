@@ -1,12 +1,13 @@
 """What the tasks of `train_ppo` do besides running engine jobs: begin, describe the jobs, register the candidate."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 from airflow.sdk.definitions.context import Context
 
-from engine.errors import ModelError, SpecError
+from engine.errors import FaultError, ModelError, SpecError
 from engine.layout import check_generation_layout, check_layout, read_model_shape
 from engine.spec import ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
 from engine.store import is_s3
@@ -139,6 +140,13 @@ def register(**context: Any) -> dict[str, Any]:
         announcement = {"model": name, "version": version.version, "run_uri": root}
         context["outlet_events"][CANDIDATE].extra = announcement
         return {**announcement, "stage": last}
+
+
+def failed(context: Context) -> None:
+    """A task that will not be tried again ends the MLflow run as failed; clearing the task opens it again."""
+    root = runs.run_root(context["ti"].dag_id, context["ti"].run_id)
+    with contextlib.suppress(FaultError):  # no run yet, or no MLflow: the task's own error is what matters
+        tracking.finish_run(runs.read_run(root).tracking, status="FAILED")
 
 
 def view(file: runs.RunFile, context: Context, needs: tuple[str, ...], where: TrackingSpec) -> stages.Run:

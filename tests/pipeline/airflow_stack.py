@@ -27,6 +27,8 @@ class Airflow:
         (home / "presets").mkdir()
         self.write_preset("tiny", preset(gate={"approval": "automatic"}))
         write_model(home / "models" / "tiny")
+        real = yaml.safe_load(Path("examples/tiny.yaml").read_text())
+        self.write_preset("real", real | {"model": "models/real", "registry": {"model": "real"}})
         (home / "ports.json").write_text(json.dumps({"airflow": free_port(28080), "mlflow": free_port(25000)}))
         self.stack = Stack(home, environment={
             "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
@@ -43,7 +45,10 @@ class Airflow:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        processes = self.stack.processes()
         self.stack.stop()
+        left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+        assert processes and not left, f"the stack left processes: {left}"
 
     def write_preset(self, name: str, content: dict[str, Any]) -> None:
         """Make a preset selectable."""
@@ -65,9 +70,9 @@ class Airflow:
             time.sleep(0.3)
         return value
 
-    def finished(self, run_id: str, dag_id: str = "train_ppo") -> dict[str, str]:
+    def finished(self, run_id: str, dag_id: str = "train_ppo", seconds: float = 180.0) -> dict[str, str]:
         """Wait until a DAG run has ended; states by task id."""
-        self.wait(lambda: self.api.run(dag_id, run_id)["state"] in ("success", "failed"))
+        self.wait(lambda: self.api.run(dag_id, run_id)["state"] in ("success", "failed"), seconds)
         return {task: ti["state"] for task, ti in self.api.tasks(dag_id, run_id).items()}
 
     def review_of(self, train_run: str) -> str:

@@ -2,9 +2,9 @@
 
 What a job does is read from the JSON file that RATCHET_FAKE_PLAN names: for each task (the end of the job directory's
 path) a list of behaviours, one an attempt, the last one for all later attempts; under `scores` the mean reward of every
-model, by a part of its URI. A behaviour may hold `seconds` to run, `exit` code, `ignore_sigterm`, `children`
-(processes in sessions of their own), `signal` (to die by), `half_line` (to die in), `result` (outputs and metrics),
-`torn` (an unreadable result), `say` (lines to print).
+model, by a part of its URI; under `real` parts of the directories of jobs that the real engine does. A behaviour may
+hold `seconds` to run, `exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die
+by), `half_line` (to die in), `result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print).
 """
 
 import json
@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+REAL_ENGINE = str(Path(__file__).resolve().parents[2] / ".venv" / "engine" / "bin" / "python")
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
@@ -73,6 +74,8 @@ def evaluation(directory: Path, spec: dict) -> dict:
 def main() -> int:
     """Act as an engine process."""
     stage, directory = sys.argv[-2], Path(sys.argv[-1])
+    if any(run in str(directory) for run in read_plan().get("real", [])):
+        os.execv(REAL_ENGINE, [REAL_ENGINE, "-u", "-m", "engine", stage, str(directory)])
     spec = json.loads((directory / "spec.json").read_text())
     while not (directory / "job.json").exists():
         time.sleep(0.01)

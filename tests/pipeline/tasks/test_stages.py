@@ -118,7 +118,7 @@ def test_the_same_results_make_the_same_spec():
 def test_a_missing_result_is_an_error_that_names_the_task():
     with pytest.raises(SpecError, match=r"task stage_1.train has no result; clear it"):
         stages.train_spec(run_of(plan(), prepare=PROMPTS), 2)
-    with pytest.raises(SpecError, match=r"result of task stage_1.train has no output 'checkpoint'; it has \['export'\]"):
+    with pytest.raises(SpecError, match=r"task stage_1.train has no output 'checkpoint'; it has \['export'\]"):
         stages.train_spec(run_of(plan(), prepare=PROMPTS, stage_1__train={"outputs": {"export": "/e"}}), 2)
 
 

@@ -1,0 +1,116 @@
+"""The local stack: ports, privacy, what a stop leaves, what comes back after a death."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+
+import pytest
+
+from engine.errors import FaultError
+from tasks import jobs, stack
+from tasks.launchers import local
+from tests.pipeline.tasks.test_jobs import prepare_to
+
+
+def test_a_port_in_use_is_passed_over():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = stack.free_port(port)
+        assert port < found < port + 100
+        assert stack.free_port(port, taken=found) > found
+
+
+def test_no_free_port_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(socket.socket, "bind", lambda *a: (_ for _ in ()).throw(OSError("in use")))
+    with pytest.raises(FaultError, match="no port from 8080 to 8179 is free"):
+        stack.free_port(8080)
+
+
+def test_only_one_stack_runs_in_a_home_and_secrets_are_private(tmp_path):
+    first, second = stack.Stack(tmp_path), stack.Stack(tmp_path)
+    first._prepare_home()
+    lock = first._take_lock()
+    with pytest.raises(FaultError, match="a stack runs in .* already"):
+        second.start()
+    lock.close()
+    for name in ("secrets.json", "password.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+    before = (tmp_path / "password.json").read_text()
+    second._prepare_home()
+    assert (tmp_path / "password.json").read_text() == before
+
+
+def test_a_stop_ends_engine_jobs_too(deployment):
+    deployment.plan({"t": [{"seconds": 600, "ignore_sigterm": True}]})
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
+    stack.Stack(deployment.home).stop()
+    assert jobs.running(deployment.home, local) == [] and not local.mark_of(directory).processes()
+
+
+def test_a_start_ends_what_a_killed_stack_left_but_not_its_engine_jobs(deployment):
+    deployment.plan({"t": [{"seconds": 600}]})
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
+    killed = stack.Stack(deployment.home)
+    killed._prepare_home()
+    killed._choose_ports()
+    killed._launch("scheduler", ["sleep", "600"])
+    # Another title and environment, as Airflow's servers have: only the record finds it.
+    killed._extra = {stack.STACK_VARIABLE: "elsewhere"}
+    killed._launch("api-server", ["sleep", "600"])
+    assert len(killed.processes()) == 2
+    stack.Stack(deployment.home)._end_components()
+    assert killed.processes() == set()
+    assert jobs.state_of(directory, local).phase == "running"
+
+
+def test_the_client_listens_to_signals_as_to_ctrl_c():
+    with stack.stopped_by_signals(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.slow
+def test_everything_listens_on_this_machine_only(airflow):
+    listening = set()
+    for line in open("/proc/net/tcp").readlines()[1:] + open("/proc/net/tcp6").readlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A":
+            listening.add((fields[1].split(":")[0], int(fields[9])))
+    ours = set()
+    for pid in airflow.stack.processes():
+        for descriptor in os.scandir(f"/proc/{pid}/fd"):
+            target = os.readlink(descriptor.path) if os.path.lexists(descriptor.path) else ""
+            if target.startswith("socket:["):
+                ours.add(int(target[8:-1]))
+    addresses = {address for address, inode in listening if inode in ours}
+    assert addresses == {"0100007F"}
+
+
+@pytest.mark.slow
+def test_a_dead_api_server_is_started_again_and_the_run_goes_on(airflow):
+    airflow.plan({"outage/stage_1.train": [{"seconds": 20}]})
+    run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "outage")
+    airflow.wait((airflow.job(run, "stage_1.train") / "started").exists)
+    dead = airflow.stack.pid_of("api-server")
+    os.kill(dead, signal.SIGKILL)
+    airflow.wait(lambda: not os.path.exists(f"/proc/{dead}"))
+    airflow.wait(lambda: stack.answers(f"{airflow.stack.airflow_url}/api/v2/version"))
+    assert airflow.finished(run)["register"] == "success"
+    assert airflow.api.tasks("train_ppo", run)["stage_1.train"]["try_number"] == 1
+
+
+def test_the_command_line_says_what_is_wrong_and_ends(tmp_path):
+    (tmp_path / "home").write_text("a file")
+    done = subprocess.run([stack.sys.executable, "-m", "tasks.stack", "--home", str(tmp_path / "home")],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and str(tmp_path / "home") in done.stderr
