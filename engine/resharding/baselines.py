@@ -62,7 +62,7 @@ def strategy_ends(strategy: Strategy, shape: ModelShape, train: ParallelLayout,
 
 def _share(plan: RankPlan, keeps: bool) -> tuple[int, int, int]:
     """Elements received, of the generation shard, and of the training shard that lies outside of it."""
-    received = sum(volume(transfer.box) for transfer in plan.recvs)
+    received = sum(volume(transfer.box) for transfer in (*plan.recvs, *plan.relayed))
     kept = sum(volume(box) for _, box in plan.local)
     trained = sum(_volumes(plan.src, plan.rank))
     return received, sum(_volumes(plan.dst, plan.rank)), trained - kept if keeps else trained

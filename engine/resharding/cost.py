@@ -21,28 +21,30 @@ class RankCost:
     """From other nodes."""
     sent_near: int
     sent_far: int
+    relayed_in: int
+    """From a rank of the same node that fetched it from another node."""
+    relayed_out: int
 
     @property
     def received(self) -> int:
-        return self.received_near + self.received_far
+        return self.received_near + self.received_far + self.relayed_in
 
     @property
     def sent(self) -> int:
-        return self.sent_near + self.sent_far
+        return self.sent_near + self.sent_far + self.relayed_out
 
 
 def rank_cost(plan: RankPlan, bytes_per_element: int) -> RankCost:
     """The bytes of one rank's plan, with elements of the width that travels."""
-    node = plan.placement.node
-    near = {"recv": 0, "send": 0}
-    far = {"recv": 0, "send": 0}
-    for way, transfers in (("recv", plan.recvs), ("send", plan.sends)):
+    node, counts = plan.placement.node, dict.fromkeys(("recv", "send", "far recv", "far send", "in", "out"), 0)
+    ways = (("recv", plan.recvs), ("send", plan.sends), ("in", plan.relayed), ("out", plan.forwards))
+    for way, transfers in ways:
         for transfer in transfers:
-            link = near if node(transfer.src) == node(transfer.dst) else far
-            link[way] += volume(transfer.box)
+            far = "" if node(transfer.src) == node(transfer.dst) else "far "
+            counts[far + way] += volume(transfer.box)
     copied = sum(volume(box) for _, box in plan.local)
-    return RankCost(plan.rank, *(count * bytes_per_element for count in (
-        copied, near["recv"], far["recv"], near["send"], far["send"])))
+    return RankCost(plan.rank, *(elements * bytes_per_element for elements in (
+        copied, counts["recv"], counts["far recv"], counts["send"], counts["far send"], counts["in"], counts["out"])))
 
 
 def lower_bound(plan: RankPlan, bytes_per_element: int) -> int:
@@ -58,17 +60,19 @@ def lower_bound(plan: RankPlan, bytes_per_element: int) -> int:
 
 
 def transition_seconds(costs: Iterable[RankCost], placement: Placement) -> float:
-    """Estimated time of a transition: the busiest link, each direction on its own, at its nominal speed.
+    """Estimated time of a transition: the busiest link, each direction on its own, at its nominal speed; then relays.
 
     `costs` are all ranks of the nodes that matter: of all nodes, or of those thought to be the busiest.
     """
     far_in: dict[int, int] = {}
     far_out: dict[int, int] = {}
-    near = 0
+    near = relays = 0
     for cost in costs:
         node = placement.node(cost.rank)
         near = max(near, cost.received_near, cost.sent_near)
+        relays = max(relays, cost.relayed_in, cost.relayed_out)
         far_in[node] = far_in.get(node, 0) + cost.received_far
         far_out[node] = far_out.get(node, 0) + cost.sent_far
     far = max([*far_in.values(), *far_out.values()], default=0)
-    return max(near / placement.node_bytes_per_s, far / placement.network_bytes_per_s)
+    first = max(near / placement.node_bytes_per_s, far / placement.network_bytes_per_s)
+    return first + relays / placement.node_bytes_per_s

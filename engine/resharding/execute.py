@@ -1,7 +1,7 @@
 """Moves weights as planned: bounded buckets, pipelined, cast on the way, written in place. Makes no decisions."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -153,33 +153,38 @@ class WeightSync:
     # -- the transfer ----------------------------------------------------------------------------------------------
 
     def _transfer(self, program: Program) -> dict[str, int]:
-        """Run all rounds: while one is in flight, the next is packed and the local copies are made."""
+        """Move everything; returns what was moved."""
         slots = [tuple(torch.empty(size, dtype=torch.uint8, device=self._wire.device) for size in program.slot_bytes)
-                 for _ in range(min(2, len(program.rounds)))]
+                 for _ in range(min(2, max(len(program.rounds), len(program.relays))))]
+        self._run_rounds(program.rounds, slots, meanwhile=program.copy_locally)
+        self._run_rounds(program.relays, slots)
+        everything = program.rounds + program.relays
+        sent = [bound.message.num_bytes for part in everything for bound in part.sends]
+        received = [bound.message.num_bytes for part in everything for bound in part.recvs]
+        return {"bytes_received": sum(received), "bytes_sent": sum(sent), "messages": len(sent) + len(received),
+                "bytes_copied": program.copied_bytes, "bytes_shared": program.shared_bytes,
+                "peak_extra_bytes": sum(buffer.numel() for slot in slots for buffer in slot)}
+
+    def _run_rounds(self, schedule: list[Round], slots: list[tuple[Tensor, Tensor]],
+                    meanwhile: Callable[[], None] | None = None) -> None:
+        """While one round is in flight, the next is packed, the one before is unpacked, and `meanwhile` is done."""
         flight: _Flight | None = None
-        moved = {"bytes_received": 0, "bytes_sent": 0, "messages": 0}
-        for index, current in enumerate(program.rounds):
+        for index, current in enumerate(schedule):
             upcoming = _Flight(current, slots[index % 2])
             upcoming.pack()
             if flight is not None:
                 self._land(flight)
             upcoming.works = self._post(upcoming)
-            moved["bytes_sent"] += sum(bound.message.num_bytes for bound in current.sends)
-            moved["bytes_received"] += sum(bound.message.num_bytes for bound in current.recvs)
-            moved["messages"] += len(current.sends) + len(current.recvs)
             if flight is not None:
                 flight.unpack()
-            else:
-                _copy_locally(program)
+            elif meanwhile is not None:
+                meanwhile()
             flight = upcoming
-        if flight is None:
-            _copy_locally(program)
-        else:
+        if flight is not None:
             self._land(flight)
             flight.unpack()
-        extra = sum(buffer.numel() for slot in slots for buffer in slot)
-        return moved | {"bytes_copied": program.copied_bytes, "bytes_shared": program.shared_bytes,
-                        "peak_extra_bytes": extra}
+        elif meanwhile is not None:
+            meanwhile()
 
     def _post(self, flight: "_Flight") -> list:
         try:
@@ -235,11 +240,6 @@ def _buffers(bounds: list[Bound], slot: Tensor) -> list[Tensor]:
         buffers.append(slot[offset:offset + bound.message.num_bytes].view(getattr(torch, bound.message.dtype)))
         offset += bound.staged_bytes
     return buffers
-
-
-def _copy_locally(program: Program) -> None:
-    for read, view in program.local:
-        read.into(view)
 
 
 def _kind(tensor: LogicalTensor) -> str:

@@ -1,5 +1,6 @@
 """Where ranks are and how fast they reach each other, and who fetches a slice from whom. Torch-free."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.resharding.sharding import Ranks
@@ -29,51 +30,61 @@ PAPER_CLUSTER = Placement()
 class Exchange:
     """Who sends a slice that `holders` have to the `wanters` that lack it.
 
-    A wanter is served from its own node where a holder is there, else from another node; holders take turns, and the
-    turn advances with every tensor, so that over a model all replicas send the same amount. Pure arithmetic on the
-    two sets of ranks: sender and receiver come to the same answer without talking.
+    A wanter is served from its own node where a holder is there. Otherwise one wanter of its node fetches the slice
+    from another node and relays it to the rest, so that a slice crosses the network once per node. Holders and fetchers
+    take turns, and the turn advances with every tensor: over a model all replicas send, and all ranks of a node fetch,
+    the same amount. Pure arithmetic on the two sets of ranks: both ends come to the same answer without talking.
     """
 
     def __init__(self, holders: Ranks, wanters: Ranks, placement: Placement):
         self._node = placement.node
         has = frozenset(holders)
-        lacking = [rank for rank in wanters if rank not in has]
-        self._near: dict[int, list[int]] = {}
-        for rank in holders:
-            self._near.setdefault(placement.node(rank), []).append(rank)
+        self._near = _by_node(holders, placement)
         # Neighbours in this order are on different nodes, so that taking turns spreads over network cards as well.
         ordered = sorted((index, rank) for ranks in self._near.values() for index, rank in enumerate(ranks))
         self._far = [rank for _, rank in ordered]
-        self._near_wanters: dict[int, list[int]] = {}
-        self._far_wanters: list[int] = []
-        for rank in lacking:
-            node = placement.node(rank)
-            if node in self._near:
-                self._near_wanters.setdefault(node, []).append(rank)
-            else:
-                self._far_wanters.append(rank)
+        self._far_position = {rank: position for position, rank in enumerate(self._far)}
+        self._wanters = _by_node((rank for rank in wanters if rank not in has), placement)
+        self._far_nodes = [node for node in self._wanters if node not in self._near]
+        self._far_turn = {node: position for position, node in enumerate(self._far_nodes)}
 
-    def pull(self, rank: int) -> tuple[list[int], int, int]:
-        """How wanter `rank` finds its sources: (sources, first turn, step): tensor t comes from
-        `sources[(first + step * t) % len(sources)]`.
-        """
+    def source(self, rank: int, turn: int) -> tuple[int, bool]:
+        """Where wanter `rank` gets tensor number `turn` from, and whether that rank only relays it."""
         node = self._node(rank)
+        wanters = self._wanters[node]
         if node in self._near:
-            wanters = self._near_wanters[node]
-            return self._near[node], wanters.index(rank), len(wanters)
-        return self._far, self._far_wanters.index(rank), len(self._far_wanters)
+            sources = self._near[node]
+            return sources[(wanters.index(rank) + len(wanters) * turn) % len(sources)], False
+        fetcher = self._fetcher(node, turn)
+        if fetcher != rank:
+            return fetcher, True
+        return self._far[(self._far_turn[node] + len(self._far_nodes) * turn) % len(self._far)], False
 
-    def push(self, rank: int) -> list[tuple[list[int], int, int]]:
-        """Whom holder `rank` serves: (wanters, number of sources, own position) for its node and for the others.
-
-        For tensor t it serves every wanter p with `(p + len(wanters) * t) % sources == position`.
-        """
+    def served(self, rank: int, turn: int) -> Iterator[int]:
+        """Whom holder `rank` sends tensor number `turn`."""
         node = self._node(rank)
-        served = []
-        if node in self._near_wanters:
-            served.append((self._near_wanters[node], len(self._near[node]), self._near[node].index(rank)))
-        if self._far_wanters:
-            served.append((self._far_wanters, len(self._far), self._far.index(rank)))
-        return served
+        wanters, sources = self._wanters.get(node, ()), self._near[node]
+        first = sources.index(rank) - len(wanters) * turn
+        for position in range(first % len(sources), len(wanters), len(sources)):
+            yield wanters[position]
+        first = self._far_position[rank] - len(self._far_nodes) * turn
+        for position in range(first % len(self._far), len(self._far_nodes), len(self._far)):
+            yield self._fetcher(self._far_nodes[position], turn)
+
+    def relayed(self, rank: int, turn: int) -> list[int]:
+        """Whom wanter `rank` passes tensor number `turn` on to, once it has it."""
+        node = self._node(rank)
+        if node in self._near or self._fetcher(node, turn) != rank:
+            return []
+        return [other for other in self._wanters[node] if other != rank]
+
+    def _fetcher(self, node: int, turn: int) -> int:
+        wanters = self._wanters[node]
+        return wanters[turn % len(wanters)]
 
 
+def _by_node(ranks: Iterable[int], placement: Placement) -> dict[int, list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(placement.node(rank), []).append(rank)
+    return nodes

@@ -6,7 +6,7 @@ stage) are planned once, so 4,096 ranks and hundreds of billions of parameters t
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from engine.errors import ReshardError
@@ -38,6 +38,10 @@ class RankPlan:
     """Slices the rank has already: copied on the spot, or no work at all where the memory is the same."""
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
+    forwards: tuple[Transfer, ...]
+    """Sent on to ranks of the same node out of the destination memory, once everything in `recvs` has arrived."""
+    relayed: tuple[Transfer, ...]
+    """The other end of others' `forwards`."""
 
 
 @dataclass
@@ -47,13 +51,16 @@ class _Parts:
     local: list[tuple[LogicalTensor, Box]] = field(default_factory=list)
     sends: list[Transfer] = field(default_factory=list)
     recvs: list[Transfer] = field(default_factory=list)
+    forwards: list[Transfer] = field(default_factory=list)
+    relayed: list[Transfer] = field(default_factory=list)
 
 
 def plan_rank(src: Sharding, dst: Sharding, rank: int, placement: Placement = PAPER_CLUSTER) -> RankPlan:
     """What `rank` keeps, sends and receives so that every rank of `dst` has what it needs.
 
-    Every missing element is received exactly once, from one source: of the same node when one is there. Bytes received
-    are therefore the lower bound, what the rank needs minus what it has.
+    Every missing element is received exactly once: from a source of the same node when one is there; otherwise it
+    crosses the network once per node. Bytes received are therefore the lower bound, what the rank needs minus what it
+    has, and bytes into a node are what its ranks need minus what they have together.
 
     Raises:
         ReshardError: a tensor, or a part of one, that the destination needs and no source rank holds.
@@ -62,7 +69,7 @@ def plan_rank(src: Sharding, dst: Sharding, rank: int, placement: Placement = PA
     for turn, tensors in enumerate(_alike(src, dst)):
         for held, wanted, box in _overlaps(src, dst, tensors[0]):
             _plan_overlap(rank, (held.ranks, wanted.ranks, box), (turn, tensors), (placement, exchanges), parts)
-    return RankPlan(src, dst, rank, placement, tuple(parts.local), tuple(parts.sends), tuple(parts.recvs))
+    return RankPlan(src, dst, rank, placement, *(tuple(getattr(parts, part.name)) for part in fields(parts)))
 
 
 def _alike(src: Sharding, dst: Sharding) -> list[list[LogicalTensor]]:
@@ -103,15 +110,13 @@ def _plan_overlap(rank: int, overlap: tuple[Ranks, Ranks, Box], group: tuple[int
     if (holders, wanters) not in exchanges:
         exchanges[holders, wanters] = Exchange(holders, wanters, placement)
     exchange = exchanges[holders, wanters]
-    if not holds:
-        sources, first, step = exchange.pull(rank)
-        for index, tensor in enumerate(tensors, turn):
-            parts.recvs.append(Transfer(tensor, box, sources[(first + step * index) % len(sources)], rank))
-        return
-    for served, num_sources, position in exchange.push(rank):
-        for index, tensor in enumerate(tensors, turn):
-            for other in range((position - len(served) * index) % num_sources, len(served), num_sources):
-                parts.sends.append(Transfer(tensor, box, rank, served[other]))
+    for index, tensor in enumerate(tensors, turn):
+        if holds:
+            parts.sends.extend(Transfer(tensor, box, rank, other) for other in exchange.served(rank, index))
+            continue
+        source, relays = exchange.source(rank, index)
+        (parts.relayed if relays else parts.recvs).append(Transfer(tensor, box, source, rank))
+        parts.forwards.extend(Transfer(tensor, box, rank, other) for other in exchange.relayed(rank, index))
 
 
 def grouped_ranks(tp: int, pp: int, world_size: int, generation_tp: int, generation_pp: int = 1) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.resharding.boxes import box_shape, relative, volume
 from engine.resharding.messages import Message, Round, messages, rounds
-from engine.resharding.plan import RankPlan
+from engine.resharding.plan import RankPlan, Transfer
 from engine.resharding.sharding import Holdings
 from engine.resharding.views import LowRank, Read, reads, same_memory, views
 
@@ -51,6 +51,8 @@ class Program:
     """Everything `WeightSync.run` does, in order."""
 
     rounds: list[Round]
+    relays: list[Round]
+    """What comes after all `rounds`: slices passed on within a node, out of the destination memory."""
     local: list[tuple[Read, Tensor]]
     """Copies within the rank."""
     copied_bytes: int
@@ -58,6 +60,11 @@ class Program:
     """Destination bytes that are the source's own memory."""
     slot_bytes: tuple[int, int]
     """Staging memory of a round: for sends, for receives."""
+
+    def copy_locally(self) -> None:
+        """Copy what the rank has already."""
+        for read, view in self.local:
+            read.into(view)
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,20 @@ def build_program(plan: RankPlan, memory: Memory, dtype_of: Callable, wire: tupl
     """
     device, num_ranks, bucket_bytes = wire
     quarter = max(_ALIGN, bucket_bytes // 4 // _ALIGN * _ALIGN)
-    outgoing = messages(plan.sends, lambda transfer: transfer.dst, (quarter, num_ranks), dtype_of)
-    incoming = messages(plan.recvs, lambda transfer: transfer.src, (quarter, num_ranks), dtype_of)
-    sends = [_bind_send(message, memory, device) for message in outgoing]
-    recvs = [_bind_recv(message, memory, device) for message in incoming]
-    schedule = rounds(sends, recvs, lambda bound: bound.staged_bytes, quarter)
+
+    def schedule(sends: tuple[Transfer, ...], recvs: tuple[Transfer, ...], source: Memory) -> list[Round]:
+        outgoing = messages(sends, lambda transfer: transfer.dst, (quarter, num_ranks), dtype_of)
+        incoming = messages(recvs, lambda transfer: transfer.src, (quarter, num_ranks), dtype_of)
+        return rounds([_bind_send(message, source, device) for message in outgoing],
+                      [_bind_recv(message, memory, device) for message in incoming],
+                      lambda bound: bound.staged_bytes, quarter)
+
+    first = schedule(plan.sends, plan.recvs, memory)
+    relays = schedule(plan.forwards, plan.relayed, Memory(memory.dst, memory.dst, memory.dst_params, {}, {}))
     slot = tuple(max((sum(bound.staged_bytes for bound in side) for side in sides), default=0)
-                 for sides in ([part.sends for part in schedule], [part.recvs for part in schedule]))
+                 for sides in ([part.sends for part in first + relays], [part.recvs for part in first + relays]))
     local, copied, shared = _local_copies(plan, memory)
-    return Program(schedule, local, copied, shared, slot)
+    return Program(first, relays, local, copied, shared, slot)
 
 
 def _bind_send(message: Message, memory: Memory, device: torch.device) -> Bound:

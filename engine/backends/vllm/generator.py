@@ -7,10 +7,12 @@ given the same requests in the same order. torch.distributed's default group mus
 import json
 import logging
 import os
+import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -180,6 +182,7 @@ def _build(model_dir: Path, layout: GenerationLayout, config: GeneratorConfig) -
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     # Otherwise CPU linear layers pack their weights away and a new weight cannot be written in place.
     vllm_ops._supports_onednn = False
+    _name_shared_memory_for_this_job()
     for architecture in json.loads((model_dir / "config.json").read_text()).get("architectures", []):
         # vLLM inspects an unknown class in a new process (16 s); registering the class itself needs none.
         if architecture in ModelRegistry.models:
@@ -195,6 +198,27 @@ def _build(model_dir: Path, layout: GenerationLayout, config: GeneratorConfig) -
             gpu_memory_utilization=0.01, seed=config.seed, **device)
     except ValueError as error:
         raise SpecError(f"rollout: vLLM refuses model {model_dir} with {config}: {error}") from error
+
+
+def _name_shared_memory_for_this_job() -> None:
+    """On CPU, tp ranks meet in /dev/shm under a name that vLLM makes of their ranks alone.
+
+    A second job on the machine, or the remains of a killed one, would then have it already ("errno: 17").
+    """
+    if ON_GPU:
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token)
+    vllm_name = getattr(_CPUSHMDistributed.make_group_name, "vllm_name", _CPUSHMDistributed.make_group_name)
+
+    def job_name(communicator: Any) -> str:
+        # vLLM's name starts with slashes, which are only allowed in front.
+        return f"ratchet-{token[0]}{vllm_name(communicator).replace('/', '')}"
+
+    job_name.vllm_name = vllm_name  # type: ignore[attr-defined]
+    _CPUSHMDistributed.make_group_name = staticmethod(job_name)
 
 
 @contextmanager
