@@ -96,7 +96,9 @@ class Stack:
         self._monitor.start()
 
     def stop(self) -> None:
-        """End engine jobs and all components; nothing is left."""
+        """End engine jobs and all components; nothing is left. Does nothing in a home that is another stack's."""
+        if self._lock is None:
+            return
         self._stopping.set()
         if self._monitor.is_alive():
             self._monitor.join()
@@ -108,8 +110,8 @@ class Stack:
             if component.process is not None:
                 component.process.wait()
         (self.home / STATE_FILE).unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
+        self._lock = None
 
     @property
     def airflow_url(self) -> str:

@@ -50,7 +50,12 @@ def test_a_stop_ends_engine_jobs_too(deployment):
     deployment.plan({"t": [{"seconds": 600, "ignore_sigterm": True}]})
     directory = deployment.home / "jobs" / "d" / "r" / "t"
     jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
-    stack.Stack(deployment.home).stop()
+    stopped = stack.Stack(deployment.home)
+    stopped.stop()
+    assert jobs.running(deployment.home, local) == [directory], "not its home yet"
+    stopped._prepare_home()
+    stopped._lock = stopped._take_lock()
+    stopped.stop()
     assert jobs.running(deployment.home, local) == [] and not local.mark_of(directory).processes()
 
 
