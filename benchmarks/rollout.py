@@ -86,7 +86,8 @@ def measure(options: argparse.Namespace) -> dict:
             else:
                 tokens = made
         check_equal(batch, tokens)
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": sum(map(len, tokens)), "compiled_by_hand": by_hand.compiles}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": sum(map(len, tokens)),
+            "compiled_by_hand": by_hand.compiles}
 
 
 def check_equal(batch, tokens: list[list[int]]) -> None:
@@ -107,7 +108,8 @@ def report(measured: dict) -> None:
     print(f"CPU seconds of the process, which a busy machine disturbs less: {cpu['engine']:.3f} and {cpu['vllm']:.3f}")
     print(json.dumps({
         "rollout_over_vllm": medians["engine"] / medians["vllm"], "cpu_over_vllm": cpu["engine"] / cpu["vllm"],
-        "engine_s": medians["engine"], "vllm_s": medians["vllm"], "tokens_per_s": measured["tokens"] / medians["engine"],
+        "engine_s": medians["engine"], "vllm_s": medians["vllm"],
+        "tokens_per_s": measured["tokens"] / medians["engine"],
         "compiled_by_hand": measured["compiled_by_hand"], "threads": torch.get_num_threads()}))
 
 
