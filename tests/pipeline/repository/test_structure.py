@@ -91,7 +91,7 @@ def test_parsing_the_dags_loads_no_engine_library_and_no_mlflow():
 
 # Built from parts, so that this file does not match itself.
 MACHINE = re.compile("|".join([
-    r"(?<![\w.])/(?:work|root|home)" + "/", "/opt/" + "(?:wheels|pypi)", r"pypi\." + "org", "pythonhosted" + r"\.",
+    r"(?<![\w.])/(?:work|root)" + "/", "/opt/" + "(?:wheels|pypi)", r"pypi\." + "org", "pythonhosted" + r"\.",
     r"debian\." + "org", r"npmjs\." + "org", r"proxy\.golang\." + "org", r"download\.pytorch\." + "org"]))
 
 
