@@ -125,7 +125,7 @@ def write_template(directory: Path, tensors: dict) -> None:
     (directory / "config.json").write_text("{}")
 
 
-def rank_main(rank: int, directory: str, shape: ModelShape, repeats: int) -> None:
+def rank_main(rank: int, directory: str, shape: ModelShape, settings: tuple[int, int]) -> None:
     """One process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -140,7 +140,9 @@ def rank_main(rank: int, directory: str, shape: ModelShape, repeats: int) -> Non
     dst.params |= {name: torch.zeros(size) for name, size in dst.holdings.params.items()}
     make_replicated_weights_equal(src.params)
 
-    versions, reports, options = iter(range(10**6)), [], SyncOptions()
+    versions, reports = iter(range(10**6)), []
+    repeats, bucket_bytes = settings
+    options = SyncOptions(bucket_bytes=bucket_bytes)
     plan_start = time.perf_counter()
     plan = plan_rank(train, serve, rank)
     plan_seconds = time.perf_counter() - plan_start
@@ -171,23 +173,33 @@ def rank_main(rank: int, directory: str, shape: ModelShape, repeats: int) -> Non
     everyone = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
     dist.all_gather(everyone, mine)
     if rank == 0:
-        table = torch.stack(everyone)
-        received, bound, _, gather_bytes, _ = table.sum(0).tolist()
-        _, _, peak, _, gather_peak = table.max(0).values.tolist()
-        size = 4 * model_elements(shape)
-        print(f"model {size / 4e6:.0f} M parameters, {size / 1e6:.0f} MB; Megatron {TRAIN} -> vLLM tp={SERVE.tp}, "
-              f"{WORLD_SIZE} gloo processes, {os.cpu_count()} cores; own plan {plan_seconds * 1e3:.0f} ms")
-        print(f"{'':22}{'seconds':>9}{'MB received, all ranks':>25}{'extra MB, counted':>20}{'extra MB, resident':>20}")
-        for name, *numbers in (("ours", ours, received, peak, ours_growth),
-                               ("gather, then slice", gathered, gather_bytes, gather_peak, gather_growth),
-                               ("write, then read", reloaded, 0, 0, reload_growth)):
-            print(f"{name:22}{numbers[0]:9.2f}{numbers[1] / 1e6:25.0f}{numbers[2] / 1e6:20.1f}{numbers[3] / 1e6:20.1f}")
-        print(json.dumps({
-            "speedup_vs_gather": round(gathered / ours, 2), "speedup_vs_reload": round(reloaded / ours, 2),
-            "bytes_over_lower_bound": received / bound, "peak_extra_bytes": int(peak),
-            "bucket_bytes": options.bucket_bytes}))
+        rows = (("ours", ours, ours_growth), ("gather, then slice", gathered, gather_growth),
+                ("write, then read", reloaded, reload_growth))
+        print_report(shape, torch.stack(everyone), rows, (plan_seconds, bucket_bytes))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def print_report(shape: ModelShape, table: Tensor, rows: tuple, settings: tuple[float, int]) -> None:
+    """The table for people and the JSON line.
+
+    Args: table: [ranks, 5] received, bound, peak, and the gather's received and peak bytes; rows: name, seconds,
+    resident growth; settings: seconds of the plan, bytes of a bucket.
+    """
+    (_, ours, _), (_, gathered, _), (_, reloaded, _) = rows
+    plan_seconds, bucket_bytes = settings
+    received, bound, _, gather_bytes, _ = table.sum(0).tolist()
+    _, _, peak, _, gather_peak = table.max(0).values.tolist()
+    size = 4 * model_elements(shape)
+    print(f"model {size / 4e6:.0f} M parameters, {size / 1e6:.0f} MB; Megatron {TRAIN} -> vLLM tp={SERVE.tp}, "
+          f"{WORLD_SIZE} gloo processes, {os.cpu_count()} cores; own plan {plan_seconds * 1e3:.0f} ms")
+    print(f"{'':22}{'seconds':>9}{'MB received, all ranks':>25}{'extra MB, counted':>20}{'extra MB, resident':>20}")
+    counted = ((received, peak), (gather_bytes, gather_peak), (0, 0))
+    for (name, seconds, growth), (moved, extra) in zip(rows, counted, strict=True):
+        print(f"{name:22}{seconds:9.2f}{moved / 1e6:25.0f}{extra / 1e6:20.1f}{growth / 1e6:20.1f}")
+    print(json.dumps({
+        "speedup_vs_gather": round(gathered / ours, 2), "speedup_vs_reload": round(reloaded / ours, 2),
+        "bytes_over_lower_bound": received / bound, "peak_extra_bytes": int(peak), "bucket_bytes": bucket_bytes}))
 
 
 def make_replicated_weights_equal(params: dict[str, Tensor]) -> None:
@@ -214,12 +226,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bucket-mib", type=int, default=64)
     args = parser.parse_args()
     shape = ModelShape("llama", args.layers, args.hidden, 4 * args.hidden, 16, 8, args.hidden // 16, 16384, False)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
     with tempfile.TemporaryDirectory() as directory:
         context = mp.get_context("spawn")
-        ranks = [context.Process(target=rank_main, args=(rank, directory, shape, args.repeats))
+        ranks = [context.Process(target=rank_main, args=(rank, directory, shape, (args.repeats, args.bucket_mib << 20)))
                  for rank in range(WORLD_SIZE)]
         for process in ranks:
             process.start()

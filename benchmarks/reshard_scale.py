@@ -113,8 +113,8 @@ def main() -> None:
               f"{max(plan['transfers'] for plan in plans):10}{max(cost.received for cost in costs) / 1e9:13.1f}"
               f"{transition_seconds(costs, PAPER_CLUSTER):8.2f}")
     size = BYTES * model_elements(LLAMA_70B)
-    print(f"\nLlama-3-70B ({size / 1e9:.0f} GB), 128 GPUs, training 4-8-4 -> generation tp 8, point to point at nominal "
-          f"speed (paper: 78.2 s -> 8.5 s measured)")
+    print(f"\nLlama-3-70B ({size / 1e9:.0f} GB), 128 GPUs, training 4-8-4 -> generation tp 8, point to point at "
+          f"nominal speed (paper: 78.2 s -> 8.5 s measured)")
     for strategy in ("ds-chat", "hybridflow-v", "neighbours", "hybridflow"):
         costs = strategy_costs(strategy, [0, 8, 15])
         mean = sum(cost.received for cost in costs) / len(costs)

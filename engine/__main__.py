@@ -34,13 +34,15 @@ def main(arguments: list[str]) -> int:
 
 def world_size_of(stage: str, directory: Path) -> int:
     """Ranks the job needs; 1 when its spec cannot be read, so that one process says why."""
-    from engine.spec import load_spec
+    from engine.spec import EvaluateSpec, TrainSpec, load_spec
 
     try:
         spec = load_spec(directory)
     except SpecError:
         return 1
-    return spec.layout.world_size if stage == "train" else getattr(spec, "world_size", 1)
+    if isinstance(spec, TrainSpec):
+        return spec.layout.world_size
+    return spec.world_size if isinstance(spec, EvaluateSpec) else 1
 
 
 def start_ranks(stage: str, directory: Path) -> int:

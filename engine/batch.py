@@ -12,8 +12,8 @@ R response tokens, V vocabulary. A batch is a TensorDict of batch size [B] with
     policy_versions   [B]    int64   the weights it was sampled from
     minibatch_ids     [B]    int64   the optimizer step of an epoch that uses the row (see `shard`)
 
-and, as roles and algorithms add them, `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`, `returns`,
-all [B, R] float32 with slot r for the r-th response token, and `scores` [B] float32.
+and, as roles and algorithms add them, `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`,
+`returns`, all [B, R] float32 with slot r for the r-th response token, and `scores` [B] float32.
 
 Masks come from lengths, never from token values: the padding token of many models is also their end token.
 """
@@ -149,7 +149,7 @@ def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Divide rows into parts of equal row counts and nearly equal token counts.
 
-    Rows are dealt in a snake (0 1 2 2 1 0 ...) from the longest down, so that the result depends on nothing but lengths.
+    Rows are dealt in a snake (0 1 2 2 1 0 ...) from the longest down: the result depends on lengths alone.
 
     Raises:
         ValueError: the rows do not fill equal parts.

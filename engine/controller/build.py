@@ -66,8 +66,8 @@ class Builder:
         reference = self._reference() if algorithm.needs_reference else None
         rollout = self._rollout(actor, prompts, clock)
         roles = LocalRoles(
-            spec=spec, clock=clock, comm=DataParallelComm(self.world.groups.dp), cursor=PromptCursor(prompts, spec.seed),
-            dp_rank=self.world.dp_rank, rollout=rollout,
+            spec=spec, clock=clock, comm=DataParallelComm(self.world.groups.dp),
+            cursor=PromptCursor(prompts, spec.seed), dp_rank=self.world.dp_rank, rollout=rollout,
             actor=Actor(actor, ActorObjective(algorithm, spec.rollout.max_response_tokens), spec.rollout.temperature,
                         spec.epochs),
             reference=reference, critic=self._critic(models, "critic"), cost_critic=self._critic(models, "cost_critic"),

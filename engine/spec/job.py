@@ -33,7 +33,8 @@ class RunResult(Spec):
 
     stage: str
     outputs: dict[str, str] = {}
-    """Named URIs. prepare: `prompts`; train: `checkpoint`, `export`; evaluate: `evaluation`, `samples`; also `report`."""
+    """Named URIs. prepare: `prompts`; train: `checkpoint`, `export`; evaluate: `evaluation`, `samples`;
+    report: `report`."""
     metrics: dict[str, float] = {}
     """evaluate calls them `<model>/<metric>`, for example `base/mean_reward` and `stage_1/mean_reward`."""
     hashes: dict[str, str] = {}
@@ -44,7 +45,7 @@ class RunResult(Spec):
     timings_s: dict[str, float] = {}
 
 
-def parse_spec(data: dict[str, Any]) -> RunSpec:  # type: ignore[valid-type]
+def parse_spec(data: dict[str, Any]) -> RunSpec:
     """Check `data` against the schema.
 
     Raises:
@@ -74,7 +75,7 @@ def hash_spec(spec: Spec) -> str:
     return hashlib.sha256(dump_spec(spec).encode()).hexdigest()
 
 
-def load_spec(job_dir: Path) -> RunSpec:  # type: ignore[valid-type]
+def load_spec(job_dir: Path) -> RunSpec:
     """Read the spec of a job directory.
 
     Raises:

@@ -32,9 +32,11 @@ def write_job(world: Path, name: str, **fields) -> Path:
     job.mkdir()
     spec = {
         "stage": "train", "model": str(world / "base"), "prompts": str(world / "prompts"), "algorithm": {"kind": "ppo"},
-        "rewards": [{"kind": "regex", "pattern": "(?s)[a-m].*"}], "rollout": {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20},
+        "rewards": [{"kind": "regex", "pattern": "(?s)[a-m].*"}],
+        "rollout": {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20},
         "actor": {"lr": 1e-4}, "critic": {"lr": 1e-4}, "iterations": 3, "prompts_per_iteration": 8, "minibatches": 2,
-        "microbatch_tokens": 96, "checkpoint_dir": str(job / "checkpoints"), "export_dir": str(job / "export"), **fields}
+        "microbatch_tokens": 96, "checkpoint_dir": str(job / "checkpoints"),
+        "export_dir": str(job / "export"), **fields}
     (job / "spec.json").write_text(json.dumps(spec))
     return job
 
@@ -83,11 +85,13 @@ def test_a_stage_trains_what_it_exports_and_samples_from_what_it_trained(world, 
     for row in metrics_of(undisturbed):
         assert row["rollout/logprob_gap"] < 1e-4
         assert row["actor/skipped_steps"] == row["alarms/nan"] == 0
-        phases = sum(row[f"time/{phase}_s"] for phase in ("generate", "score", "logprobs", "values", "update", "transition"))
+        names = ("generate", "score", "logprobs", "values", "update", "transition")
+        phases = sum(row[f"time/{phase}_s"] for phase in names)
         assert phases + row["time/other_s"] == pytest.approx(row["time/iteration_s"])
     # Weights travel once an iteration, before its only rollout.
     assert result["policy_version"] == 3
-    assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["latest.json", "step-000002", "step-000003"]
+    kept = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
+    assert kept == ["latest.json", "step-000002", "step-000003"]
 
 
 def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(world, undisturbed):
@@ -124,7 +128,7 @@ def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, genera
     rollout = {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20, "layout": {"tp": generation}}
     job = write_job(world, f"layout-{'-'.join(layout)}", layout=layout, rollout=rollout, iterations=2)
     run(job)
-    # Adam turns a gradient near zero into a step of full size, whatever its sign: rounding shows after the first update.
+    # Adam turns a gradient near zero into a step of full size, whatever its sign: rounding shows after one update.
     for expected, found, tolerance in zip(metrics_of(undisturbed), metrics_of(job), (1e-4, 2e-2), strict=False):
         assert found["rollout/logprob_gap"] < 1e-4
         for name in ("reward/mean", "rollout/response_tokens_mean", "actor/loss", "actor/grad_norm", "critic/loss",

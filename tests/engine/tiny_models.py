@@ -7,7 +7,9 @@ from pathlib import Path
 
 CHARACTERS = "0123456789+-*= ?abcdefghijklmnopqrstuvwxyz"
 PAD, BOS, EOS = 0, 1, 2
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}")
 
 
 def make_tiny_model(directory: Path, family: str = "qwen2", seed: int = 0, **sizes: int | bool) -> Path:
@@ -24,8 +26,9 @@ def make_tiny_model(directory: Path, family: str = "qwen2", seed: int = 0, **siz
         "llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
     numbers = {
-        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 256, "tie_word_embeddings": False,
         "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "initializer_range": 0.2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

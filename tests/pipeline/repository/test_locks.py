@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from tests.pipeline.repository.source_tree import ROOT
 
-LOCKS = ["engine-cpu", "engine-gpu", "pipeline", "ray"]
+LOCKS = ["engine-cpu", "engine-gpu", "pipeline", "ray", "trl"]
 
 
 def pins(lock):
