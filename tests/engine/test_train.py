@@ -32,7 +32,7 @@ def write_job(world: Path, name: str, **fields) -> Path:
     job.mkdir()
     spec = {
         "stage": "train", "model": str(world / "base"), "prompts": str(world / "prompts"), "algorithm": {"kind": "ppo"},
-        "rewards": [{"kind": "regex", "pattern": "(?s)[a-m].*"}],
+        "rewards": [{"kind": "regex", "pattern": "(?s).{0,3}[a-m].*"}],
         "rollout": {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20},
         "actor": {"lr": 1e-4}, "critic": {"lr": 1e-4}, "iterations": 3, "prompts_per_iteration": 8, "minibatches": 2,
         "microbatch_tokens": 96, "checkpoint_dir": str(job / "checkpoints"),
@@ -134,4 +134,4 @@ def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, genera
         for name in ("reward/mean", "rollout/response_tokens_mean", "actor/loss", "actor/grad_norm", "critic/loss",
                      "critic/grad_norm", "actor/entropy"):
             assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-5), name
-    assert 0 < metrics_of(job)[0]["reward/mean"] < 1
+    assert any(0 < row["reward/mean"] < 1 for row in metrics_of(job))
