@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="of the longest response")
     parser.add_argument("--concurrent", type=int, default=64, help="sequences decoded at once")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     report(measure(parser.parse_args()))
 
 
