@@ -150,7 +150,8 @@ def test_clearing_a_finished_stage_returns_its_result_without_another_job(airflo
 @pytest.mark.parametrize(("conf", "said"), [
     ({"override": "train: {actor: {lr: fast}}"}, r"train.actor.lr: Input should be a valid number"),
     ({"override": "train: {learning_rate: 1}"}, r"train.learning_rate: Extra inputs are not permitted (got '1')"),
-    ({"override": "train: {layout: {tp: 3}, prompts_per_iteration: 9}"}, r"layout tp=3 does not divide 4 attention heads"),
+    ({"override": "train: {layout: {tp: 3}, prompts_per_iteration: 9}"},
+     r"layout tp=3 does not divide 4 attention heads"),
     ({"model": "/no/such/model"}, r"model: /no/such/model is not a directory"),
 ])
 def test_a_wrong_form_fails_before_anything_starts_and_says_what_is_wrong(airflow, conf, said):
