@@ -75,6 +75,7 @@ class WeightSync:
         self._wire_dtypes = self._handshake()
         self._program: Program | None = None
         self._fingerprint: tuple[int, ...] = ()
+        self._slots: list[tuple[Tensor, Tensor]] = []
         self._failure = "no transfer has been made yet"
         self.version: int | None = None
         """Policy version the destination holds; None before the first transfer and after a failed one."""
@@ -111,7 +112,11 @@ class WeightSync:
         return SyncReport(version, time.perf_counter() - start, **report)
 
     def invalidate(self) -> None:
-        """The destination was given up or written over: the next `run` transfers everything, whatever the version."""
+        """The destination was given up or written over: the next `run` transfers everything, whatever the version.
+
+        Gives back the staging memory too.
+        """
+        self._slots = []
         self.version, self._failure = None, "its memory was given up or written over since the last transfer"
 
     # -- preparation -----------------------------------------------------------------------------------------------
@@ -154,8 +159,7 @@ class WeightSync:
 
     def _transfer(self, program: Program) -> dict[str, int]:
         """Move everything; returns what was moved."""
-        slots = [tuple(torch.empty(size, dtype=torch.uint8, device=self._wire.device) for size in program.slot_bytes)
-                 for _ in range(min(2, max(len(program.rounds), len(program.relays))))]
+        slots = self._staging(program)
         self._run_rounds(program.rounds, slots, meanwhile=program.copy_locally)
         self._run_rounds(program.relays, slots)
         everything = program.rounds + program.relays
@@ -164,6 +168,15 @@ class WeightSync:
         return {"bytes_received": sum(received), "bytes_sent": sum(sent), "messages": len(sent) + len(received),
                 "bytes_copied": program.copied_bytes, "bytes_shared": program.shared_bytes,
                 "peak_extra_bytes": sum(buffer.numel() for slot in slots for buffer in slot)}
+
+    def _staging(self, program: Program) -> list[tuple[Tensor, Tensor]]:
+        """Memory of two rounds, for sends and receives; kept, because touching new pages takes a tenth of the time."""
+        count = min(2, max(len(program.rounds), len(program.relays)))
+        wanted = [program.slot_bytes] * count
+        if [tuple(buffer.numel() for buffer in slot) for slot in self._slots] != wanted:
+            self._slots = [tuple(torch.empty(size, dtype=torch.uint8, device=self._wire.device) for size in sizes)
+                           for sizes in wanted]
+        return self._slots
 
     def _run_rounds(self, schedule: list[Round], slots: list[tuple[Tensor, Tensor]],
                     meanwhile: Callable[[], None] | None = None) -> None:

@@ -15,7 +15,7 @@ from engine.resharding.boxes import Box, volume
 from engine.resharding.catalog import LogicalTensor
 from engine.resharding.plan import Transfer
 
-SOLO_BYTES = 1 << 20
+SOLO_BYTES = 1 << 18
 """A slice this large travels alone, so that it needs no packing where it is contiguous."""
 _ROUND_MESSAGES = 64
 """Messages of a round each way: enough to keep every link busy, few enough to post quickly."""
