@@ -35,6 +35,8 @@ with warnings.catch_warnings():
     from vllm import _custom_ops as vllm_ops
 
 ON_GPU = torch.cuda.is_available()
+CPU_BATCH_TOKENS = 4096
+"""Tokens of one step on CPU, if no single sequence is longer."""
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on CPU. vLLM's 128 there would give a short sequence a mostly empty block of its own."""
 
@@ -187,7 +189,10 @@ def _build(model_dir: Path, layout: GenerationLayout, config: GeneratorConfig) -
         # vLLM inspects an unknown class in a new process (16 s); registering the class itself needs none.
         if architecture in ModelRegistry.models:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-    device = {"enable_sleep_mode": True} if ON_GPU else {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
+    # Whole prefills on CPU: for a part of one, vLLM 0.32 rewinds the request's generator, which CPU generators cannot.
+    device = {"enable_sleep_mode": True} if ON_GPU else {
+        "enforce_eager": True, "block_size": CPU_BLOCK_TOKENS, "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, config.max_model_len)}
     try:
         return LLM(
             str(model_dir), tensor_parallel_size=layout.tp, distributed_executor_backend="external_launcher",

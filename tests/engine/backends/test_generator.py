@@ -307,3 +307,11 @@ def _too_small(directory: Path) -> str:
     with pytest.raises(SpecError) as caught:
         Generator(directory, GenerationLayout(), GeneratorConfig(max_model_len=96, kv_cache_bytes=1024))
     return str(caught.value)
+
+
+def test_more_prompt_tokens_than_one_step_takes_change_nothing(model):
+    """64 prompts of 80 tokens are more than the 4,096 of a step; the two alone are the first and the last."""
+    rng = random.Random(0)
+    asked = [Request([rng.randrange(3, 60) for _ in range(80)], seed=i, max_tokens=4) for i in range(64)]
+    together = in_vllm(_tokens, model, asked, 64)
+    assert in_vllm(_tokens, model, [asked[0], asked[-1]], 1) == [together[0], together[-1]]
