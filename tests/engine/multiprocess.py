@@ -10,15 +10,17 @@ process groups itself, for example with `start_world`.
 
 import atexit
 import ctypes
+import gc
 import multiprocessing as mp
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
@@ -31,10 +33,13 @@ class RankFailed(AssertionError):
 class Ranks:
     """`world_size` processes that wait for functions to run together."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, shared: bool = False):
+        """Args: shared: after each function its process groups are destroyed; not for vLLM, which keeps them."""
         self.world_size = world_size
+        self.shared = shared
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stores: list[TCPStore] = []
 
     def __enter__(self) -> "Ranks":
         return self
@@ -51,8 +56,11 @@ class Ranks:
         if not self._processes:
             self._start()
             timeout_s += START_TIMEOUT_S
+        # Served from here, as torchrun does, so that nobody takes the port before rank 0 is up; a new one for each
+        # function, which may have to join again.
+        self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((self._stores[-1].port, function, args))
         try:
             return self._collect(time.monotonic() + timeout_s, function.__name__)
         except BaseException:
@@ -67,17 +75,15 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._stores = [], [], []
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, port, theirs), name=f"rank-{rank}", daemon=False)
+                target=_serve, args=(rank, self.world_size, theirs, self.shared), name=f"rank-{rank}",
+                daemon=False)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -120,30 +126,50 @@ _SHARED: dict[int, Ranks] = {}
 def shared_ranks(world_size: int) -> Ranks:
     """Ranks that live until the test session ends: importing torch and Megatron is paid once.
 
-    Only for functions that leave nothing behind but process groups (`start_world` rebuilds Megatron's).
+    Only for functions that leave nothing behind but process groups.
     """
     if world_size not in _SHARED:
-        _SHARED[world_size] = Ranks(world_size)
+        _SHARED[world_size] = Ranks(world_size, shared=True)
         atexit.register(_SHARED[world_size].stop)
     return _SHARED[world_size]
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, pipe: Connection, shared: bool) -> None:
     # A killed pytest must leave no ranks behind.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch
 
     torch.set_num_threads(1)
     while True:
         try:
-            function, args = pipe.recv()
+            port, function, args = pipe.recv()
         except EOFError:
             os._exit(0)
+        os.environ["MASTER_PORT"] = str(port)
         try:
             pipe.send((True, function(*args)))
         except BaseException:  # noqa: BLE001
             # Whatever it was, the parent has to know: peers may hang in a collective, and it kills them.
             pipe.send((False, traceback.format_exc()))
+        else:
+            if shared:
+                _leave_groups()
+
+
+def _leave_groups() -> None:
+    """Destroy what groups a function made: on gloo each keeps two threads and a socket to every peer.
+
+    Megatron only forgets its groups, so that a long session would have thousands.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    gc.collect()  # Models hold groups too.
+    dist.barrier()  # A peer may still be receiving through them.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

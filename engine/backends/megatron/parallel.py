@@ -113,14 +113,6 @@ def start_world(layout: ParallelLayout, seed: int = 0, timeout_s: float = TIMEOU
     return World(layout=layout, rank=dist.get_rank(), device=local_device(), groups=groups)
 
 
-def stop_world() -> None:
-    """Leave the process group; `start_world` may be called again."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _check_groups(layout: ParallelLayout, groups: Groups) -> None:
     rank = dist.get_rank()
     here = layout.coords(rank)
