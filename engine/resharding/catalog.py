@@ -6,7 +6,6 @@ The only list of parameter names: Megatron, vLLM, FSDP and files say where these
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.errors import ModelError
@@ -66,7 +65,7 @@ def catalog(shape: ModelShape, critic: bool = False) -> Mapping[str, LogicalTens
     table.append(LogicalTensor("model.norm.weight", (shape.hidden_size,), "final_norm"))
     if not shape.tied_embeddings and not critic:
         table.append(LogicalTensor("lm_head.weight", (shape.vocab_size, shape.hidden_size), "lm_head"))
-    return MappingProxyType({tensor.name: tensor for tensor in table})
+    return {tensor.name: tensor for tensor in table}
 
 
 def _layer(shape: ModelShape, layer: int) -> Iterator[LogicalTensor]:
