@@ -39,7 +39,7 @@ class Ranks:
         self.shared = shared
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._stores: list[TCPStore] = []
+        self._store: TCPStore | None = None
 
     def __enter__(self) -> "Ranks":
         return self
@@ -56,11 +56,8 @@ class Ranks:
         if not self._processes:
             self._start()
             timeout_s += START_TIMEOUT_S
-        # Served from here, as torchrun does, so that nobody takes the port before rank 0 is up; a new one for each
-        # function, which may have to join again.
-        self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         for pipe in self._pipes:
-            pipe.send((self._stores[-1].port, function, args))
+            pipe.send((function, args))
         try:
             return self._collect(time.monotonic() + timeout_s, function.__name__)
         except BaseException:
@@ -75,15 +72,17 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self._stores = [], [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
+        # Served from here, as torchrun does, so that nobody takes the port before rank 0 is up.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, theirs, self.shared), name=f"rank-{rank}",
-                daemon=False)
+                target=_serve, args=(rank, self.world_size, self._store.port, theirs, self.shared),
+                name=f"rank-{rank}", daemon=False)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -134,21 +133,21 @@ def shared_ranks(world_size: int) -> Ranks:
     return _SHARED[world_size]
 
 
-def _serve(rank: int, world_size: int, pipe: Connection, shared: bool) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, shared: bool) -> None:
     # A killed pytest must leave no ranks behind.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch
 
     torch.set_num_threads(1)
     while True:
         try:
-            port, function, args = pipe.recv()
+            function, args = pipe.recv()
         except EOFError:
             os._exit(0)
-        os.environ["MASTER_PORT"] = str(port)
         try:
             pipe.send((True, function(*args)))
         except BaseException:  # noqa: BLE001

@@ -145,6 +145,7 @@ def test_workers_killed_between_two_calls_cost_nothing(patient):
 def test_the_fork_server_itself_may_be_killed(patient):
     server = patient._server._process.pid
     os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # Until then its workers may answer.
     scores = patient.score([scorable("aab", answer="aab")] * 10)
     assert scores.total == [2.0] * 10 and patient._server._process.pid != server
 
