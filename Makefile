@@ -11,7 +11,7 @@ PIPELINE_BENCHMARKS := dag_parse
 engine := .venv/engine/bin/python
 pipeline := .venv/pipeline/bin/python
 
-.PHONY: help setup check lint types test test-fast demo bench chaos lock clean
+.PHONY: help setup check lint types test test-fast test-gpu demo bench chaos lock clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -38,6 +38,9 @@ test: setup  ## All tests
 
 test-fast: setup  ## Tests without the slow ones
 	@bash tests/run.sh -m "not chaos and not slow"
+
+test-gpu: setup  ## Tests that need CUDA devices (after make setup ENGINE=gpu)
+	@$(engine) -m pytest tests/gpu -m gpu
 
 demo: setup  ## Train, review and promote a model on this machine (PRESET=default|tiny)
 	@exec $(pipeline) -m examples.demo --preset $(PRESET)
