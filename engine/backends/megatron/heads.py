@@ -1,7 +1,7 @@
 """What is computed from the last stage's hidden states, at response positions only.
 
-Slot r of a response holds the token at `prompt_length + r`; what predicts it, and the state it is chosen in, is the
-hidden state one position before.
+What predicts a response token, and the state it is chosen in, is the hidden state of the token before it: of the
+prompt's last token for slot 0.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 Outputs = dict[str, Tensor]
 """Named [b, R] float32 tensors; 0 in slots beyond a response's end."""
 OutputFn = Callable[[CausalLM, Tensor, TensorDict], Outputs]
-"""(model, hidden [T / sp, b, hidden], microbatch) -> outputs, on the last stage."""
+"""(model, hidden [T / sp, s, hidden], the microbatch's rows) -> outputs, on the last stage."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def _states(model: CausalLM, hidden: Tensor, batch: TensorDict) -> tuple[Tensor,
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=model.tp_group)
-    return rows, slots, hidden[batch["prompt_lengths"][rows] + slots - 1, rows]
+    before = torch.where(slots == 0, batch["prompt_lengths"][rows], batch["response_starts"][rows] + slots) - 1
+    return rows, slots, hidden[before, batch["sequence_ids"][rows]]
 
 
 def _into_slots(values: Tensor, rows: Tensor, slots: Tensor, batch: TensorDict) -> Tensor:

@@ -36,7 +36,7 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [T, b, heads, D]; cos, sin: [T, 1, 1, D / 2]."""
+        """x: [T, s, heads, D]; cos, sin: [T, 1 or s, 1, D / 2]."""
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin, 1)
 

@@ -14,6 +14,7 @@ from engine.backends.megatron.config import ModelConfig, Rope, read_model_config
 from engine.backends.megatron.kernels import Rotate, SwiGLU
 from engine.backends.megatron.logprobs import VocabShard
 from engine.backends.megatron.parallel import World
+from engine.backends.megatron.sequences import Tree
 from engine.resharding.megatron import padded_vocab_size
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -36,29 +37,35 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Rotary embedding and torch's scaled_dot_product_attention, causal, for rows that are padded on the right.
+    """Rotary embedding and torch's scaled_dot_product_attention, causal or along a tree (see `sequences.py`).
 
-    Padding needs no mask: it stands after every real token, and its own outputs are never read.
+    Padding on the right needs no mask: it stands after every real token, and its own outputs are never read.
     """
 
     def __init__(self, config: TransformerConfig, **unused: Any):
         super().__init__(config=config)
         self.rotary: Rotary | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **unused: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tree | None,
+                **unused: Any) -> Tensor:
         """Attend.
 
         Args:
-            query: [T, b, heads, head_dim]; key, value: [T, b, kv heads, head_dim].
+            query: [T, s, heads, head_dim]; key, value: [T, s, kv heads, head_dim].
+            attention_mask: Megatron's name for what it hands through to here.
         Returns:
-            [T, b, heads * head_dim].
+            [T, s, heads * head_dim].
         """
-        assert attention_mask is None and self.rotary is not None
+        assert self.rotary is not None
         cos, sin = self.rotary.tables(query.shape[0], query.dtype)
+        if attention_mask is not None:
+            places = attention_mask.positions.t()
+            cos, sin = cos[places, 0], sin[places, 0]
         query, key = Rotate.apply(query, cos, sin), Rotate.apply(key, cos, sin)
         context = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3),
-            is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
+            attn_mask=None if attention_mask is None else attention_mask.mask, is_causal=attention_mask is None,
+            enable_gqa=query.shape[2] != key.shape[2])
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -95,16 +102,16 @@ class GatedActivation(torch.nn.Module):
 
 
 class CausalLM(GPTModel):
-    """GPTModel whose output is [T / sp, b, hidden] after the final norm (last stage) or after its layers."""
+    """GPTModel whose output is [T / sp, s, hidden] after the final norm (last stage) or after its layers."""
 
     vocab_size_unpadded: int
     """Tokens of the checkpoint; Megatron's own `vocab_size` is padded to a multiple of tp."""
     value_head: torch.nn.Linear
     """Of a critic, on the last stage."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
-        """input_ids: [b, T], T a multiple of tp under sequence parallelism; read on the first stage only."""
-        return super().forward(input_ids=input_ids, position_ids=None, attention_mask=None)
+    def forward(self, input_ids: Tensor, tree: Tree | None = None) -> Tensor:  # type: ignore[override]
+        """input_ids: [s, T], T a multiple of tp under sequence parallelism; read on the first stage only."""
+        return super().forward(input_ids=input_ids, position_ids=None, attention_mask=tree)
 
     def _postprocess(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
         return hidden_states

@@ -17,7 +17,8 @@ from engine.backends.megatron.heads import OutputFn, Outputs
 from engine.backends.megatron.model import CausalLM, Head, build_model
 from engine.backends.megatron.optimizer import Optimizer
 from engine.backends.megatron.parallel import World
-from engine.batch import pack, response_mask, total_lengths, trim
+from engine.backends.megatron.sequences import Microbatch, divide, microbatch
+from engine.batch import response_mask
 from engine.errors import NumericsError
 from engine.layout import read_model_shape
 from engine.resharding.load import load_hf
@@ -77,10 +78,11 @@ class Model:
         Returns:
             Named [B, R] float32 tensors in the order of the batch's rows, on its device, on every rank of the replica.
         """
-        parts = self._pack(batch)
-        pieces = self._run(parts, output_fn, loss_fn=None)
+        divided = divide(batch, self.token_budget)
+        pieces = self._run(batch, divided, output_fn)
         outputs: Outputs = {}
-        for rows, piece in zip(parts.rows, pieces, strict=False):
+        for sequences, piece in zip(divided, pieces, strict=False):
+            rows = [row for sequence in sequences for row in sequence]
             for name, value in piece.items():
                 whole = outputs.setdefault(name, value.new_zeros(batch["rollout_logprobs"].shape))
                 whole[rows, : value.shape[1]] = value
@@ -100,25 +102,23 @@ class Model:
         dist.broadcast(stacked, src=self.world.last_stage_rank, group=self.world.groups.pp)
         return dict(zip(names[0], stacked.unbind(), strict=True))
 
-    def _pack(self, batch: TensorDict) -> "Microbatches":
-        rows = pack(total_lengths(batch).tolist(), self.token_budget)
+    def _run(self, batch: TensorDict, divided: list[list[list[int]]], output_fn: OutputFn,
+             loss_fn: LossFn | None = None) -> list[Any]:
+        """Run Megatron's schedule; on the last stage, the outputs or (metrics, rows to blame) of each microbatch."""
         multiple = self.world.layout.tp if self.network.config.sequence_parallel else 1
-        return Microbatches(rows, [_padded(trim(batch[part]), multiple).to(self.world.device) for part in rows])
+        parts = (microbatch(batch, sequences, multiple, self.world.device) for sequences in divided)
 
-    def _run(self, parts: "Microbatches", output_fn: OutputFn, loss_fn: LossFn | None) -> list[Any]:
-        """Run Megatron's schedule; on the last stage, the outputs or (loss, metrics) of each microbatch."""
-
-        def forward_step(microbatches: Iterator[TensorDict], network: Any):
-            microbatch = next(microbatches)
-            hidden = network(microbatch["input_ids"])
+        def forward_step(microbatches: Iterator[Microbatch], network: Any):
+            part = next(microbatches)
+            hidden = network(part.input_ids, part.tree)
 
             def outputs_of(hidden: Tensor, non_loss_data: bool = False):
-                return output_fn(self.network, hidden, microbatch)
+                return output_fn(self.network, hidden, part.rows)
 
             def loss_of(hidden: Tensor):
-                outputs = output_fn(self.network, hidden, microbatch)
-                loss, sums = loss_fn(outputs, microbatch)
-                bad = _rows_not_finite(loss, outputs, microbatch)
+                outputs = output_fn(self.network, hidden, part.rows)
+                loss, sums = loss_fn(outputs, part.rows)
+                bad = _rows_not_finite(loss, outputs, part.rows)
                 # The schedule works on the loss in place: report a copy.
                 report = {name: value.detach().clone() for name, value in {**sums, "loss": loss}.items()}
                 return loss, torch.zeros((), dtype=torch.int), (report, bad)
@@ -127,9 +127,9 @@ class Model:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(parts.batches),
+            data_iterator=parts,
             model=[self.scheduled],
-            num_microbatches=len(parts.batches),
+            num_microbatches=len(divided),
             # With variable lengths the stages tell each other the shapes; these two are not read.
             seq_length=1,
             micro_batch_size=1,
@@ -181,7 +181,7 @@ class TrainedModel(Model):
             NumericsError: the third step in a row that had to be skipped.
         """
         self.optimizer.zero_grad()
-        pieces = self._run(self._pack(batch), output_fn, loss_fn)
+        pieces = self._run(batch, divide(batch, self.token_budget), output_fn, loss_fn)
         sums = self._add_up([sums for sums, _ in pieces])
         loss = sums["loss"]
         grad_norm = self.optimizer.grad_norm()
@@ -218,14 +218,6 @@ class TrainedModel(Model):
             log.warning(message)
 
 
-@dataclass(frozen=True)
-class Microbatches:
-    """A replica's rows, divided."""
-
-    rows: list[list[int]]
-    batches: list[TensorDict]
-
-
 def load_network(model_dir: str | Path, world: World, head: Head, **options: Any) -> CausalLM:
     """Build this rank's part of a Hugging Face model and load its weights (a critic's value head starts at zero).
 
@@ -235,14 +227,6 @@ def load_network(model_dir: str | Path, world: World, head: Head, **options: Any
     sharding = MegatronSharding(read_model_shape(model_dir), world.layout, critic=head == "values")
     load_hf(model_dir, sharding.holdings(world.rank), dict(network.named_parameters()))
     return network
-
-
-def _padded(microbatch: TensorDict, multiple: int) -> TensorDict:
-    """Lengthen rows to a multiple: sequence parallelism divides tokens over tp ranks."""
-    missing = -microbatch["input_ids"].shape[1] % multiple
-    if missing:
-        microbatch["input_ids"] = torch.nn.functional.pad(microbatch["input_ids"], (0, missing))
-    return microbatch
 
 
 def _rows_not_finite(loss: Tensor, outputs: Outputs, microbatch: TensorDict) -> list[int]:

@@ -9,17 +9,21 @@ VOCAB = 101
 
 
 def rows(count=12, vocab=VOCAB):
-    """A batch of random prompts and responses of 1 to 12 tokens, with `signal` [B, R] to weigh outputs by."""
+    """A batch of random prompts and responses of 1 to 12 tokens, with `signal` [B, R] to weigh outputs by.
+
+    The last third answer one long prompt shortly: they share its tokens in training.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def draw(low, high):
         return int(torch.randint(low, high, (1,), generator=generator))
 
-    samples = []
+    samples, shared = [], [draw(0, vocab) for _ in range(14)]
     for index in range(count):
-        prompt, response = draw(1, 9), draw(1, 13)
-        samples.append(Sample(index, [draw(0, vocab) for _ in range(prompt)], [draw(0, vocab) for _ in range(response)],
-                              [0.0] * response, False))
+        alone = 3 * index < 2 * count
+        prompt = [draw(0, vocab) for _ in range(draw(1, 9))] if alone else shared
+        response = [draw(0, vocab) for _ in range(draw(1, 13) if alone else draw(1, 5))]
+        samples.append(Sample(index, prompt, response, [0.0] * len(response), False))
     batch = make_batch(samples, 0)
     batch["signal"] = torch.randn(batch["rollout_logprobs"].shape, generator=generator) / count
     return batch
