@@ -12,6 +12,8 @@ R response tokens, V vocabulary. A batch is a TensorDict of batch size [B] with
     policy_versions   [B]    int64   the weights it was sampled from
     minibatch_ids     [B]    int64   the optimizer step of an epoch that uses the row (see `shard`)
 
+    pair_ids          [B]    int64   preference pairs only: rows 2n (chosen) and 2n + 1 (rejected) are the n-th pair
+
 and, as roles and algorithms add them, `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`,
 `returns`, all [B, R] float32 with slot r for the r-th response token, and `scores` [B] float32.
 
@@ -126,23 +128,27 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     return TensorDict(fields, batch_size=[len(fields["sample_ids"])])
 
 
-def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], token_budget: int, rows_together: int = 1) -> list[list[int]]:
     """Divide rows into microbatches of similar lengths: rows x longest row stays within the budget.
 
     Args:
         lengths: tokens of each row.
         token_budget: tokens of one microbatch, padding included. A longer row is a microbatch of its own.
+        rows_together: so many neighbouring rows are never divided (2: preference pairs); they fill the batch.
     Returns:
         Row indices of each microbatch, longest rows first; every row exactly once.
     """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    units = [range(first, first + rows_together) for first in range(0, len(lengths), rows_together)]
+    widths = [max(lengths[row] for row in unit) for unit in units]
     microbatches: list[list[int]] = []
-    for row in order:
-        # Rows come longest first, so a microbatch is as wide as its first row.
-        if microbatches and (len(microbatches[-1]) + 1) * lengths[microbatches[-1][0]] <= token_budget:
-            microbatches[-1].append(row)
+    width = 0
+    for unit in sorted(range(len(units)), key=lambda index: (-widths[index], index)):
+        # Units come longest first, so a microbatch is as wide as its first one.
+        if microbatches and (len(microbatches[-1]) + rows_together) * width <= token_budget:
+            microbatches[-1].extend(units[unit])
         else:
-            microbatches.append([row])
+            microbatches.append(list(units[unit]))
+            width = widths[unit]
     return microbatches
 
 

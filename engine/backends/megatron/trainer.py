@@ -101,7 +101,7 @@ class Model:
         return dict(zip(names[0], stacked.unbind(), strict=True))
 
     def _pack(self, batch: TensorDict) -> "Microbatches":
-        rows = pack(total_lengths(batch).tolist(), self.token_budget)
+        rows = pack(total_lengths(batch).tolist(), self.token_budget, 2 if "pair_ids" in batch.keys() else 1)
         multiple = self.world.layout.tp if self.network.config.sequence_parallel else 1
         return Microbatches(rows, [_padded(trim(batch[part]), multiple).to(self.world.device) for part in rows])
 
@@ -226,13 +226,15 @@ class Microbatches:
     batches: list[TensorDict]
 
 
-def load_network(model_dir: str | Path, world: World, head: Head, **options: Any) -> CausalLM:
+def load_network(model_dir: str | Path, world: World, head: Head, *, scored: bool = False,
+                 **options: Any) -> CausalLM:
     """Build this rank's part of a Hugging Face model and load its weights (a critic's value head starts at zero).
 
-    Args: see `build_model`.
+    Args: scored: the directory is a reward model's, and the value head is loaded from it; else see `build_model`.
     """
     network = build_model(model_dir, world, head, **options)
-    sharding = MegatronSharding(read_model_shape(model_dir), world.layout, critic=head == "values")
+    sharding = MegatronSharding(
+        read_model_shape(model_dir), world.layout, critic=head == "values", scored=scored)
     load_hf(model_dir, sharding.holdings(world.rank), dict(network.named_parameters()))
     return network
 
