@@ -47,10 +47,10 @@ def export_hf(model_dir: str | Path, out_dir: str | Path, sharding: Sharding, pa
     """Write the model as a Hugging Face directory. Collective over the default process group.
 
     Weights get the dtypes of `model_dir`'s files, so that what was not trained is written byte for byte as it was;
-    tied embeddings once, without vocabulary padding. A reward model's head is written beside its backbone. Configuration, tokenizer and everything else that is not weights
-    is copied from there. Files are filled in place as slices arrive: no rank holds a tensor it has no part of, and the
-    memory of a transfer is one bucket. The directory appears whole, under its name, or not at all; one that exists is
-    replaced.
+    tied embeddings once, without vocabulary padding; a reward model's head beside its backbone. Configuration,
+    tokenizer and everything else that is not weights is copied from there. Files are filled in place as slices arrive:
+    no rank holds a tensor it has no part of, and the memory of a transfer is one bucket. The directory appears whole,
+    under its name, or not at all; one that exists is replaced.
 
     Args:
         model_dir: the Hugging Face directory the model started from, readable by every rank.

@@ -49,14 +49,13 @@ class MegatronSharding(Sharding):
         layout: tp, pp, dp, ep; experts are cut by tp too (Megatron's default expert_tensor_parallel_size).
         vocab_multiple: the vocabulary is padded to a multiple of this times tp, see `padded_vocab_size`.
         critic: a backbone without language-model head; its value head is left alone.
-        scored: of a critic, the value head too: a reward model.
         virtual_stages: model chunks per pipeline rank (interleaved 1F1B); above 1, names start with `model{chunk}.`.
     Raises:
         LayoutError: the layout cannot hold the model.
     """
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, *, vocab_multiple: int = 1, critic: bool = False,
-                 scored: bool = False, virtual_stages: int = 1):
+                 virtual_stages: int = 1):
         check_layout(shape, layout)
         chunks = layout.pp * virtual_stages
         if shape.num_layers % chunks or (virtual_stages > 1 and layout.pp == 1):
@@ -65,8 +64,7 @@ class MegatronSharding(Sharding):
         self.name = f"Megatron {layout}"
         self.shape, self.layout, self.critic, self.virtual_stages = shape, layout, critic, virtual_stages
         self.vocab_multiple = vocab_multiple
-        self.scored = scored
-        self.tensors = catalog(shape, critic, scored)
+        self.tensors = catalog(shape, critic)
         self.ranks = range(layout.world_size)
         self.vocab_rows = padded_vocab_size(shape.vocab_size, layout.tp, vocab_multiple)
         self._layers_per_chunk = shape.num_layers // chunks
@@ -74,9 +72,7 @@ class MegatronSharding(Sharding):
 
     @property
     def untouched(self) -> tuple[str, ...]:
-        if not self.critic:
-            return ()
-        return (f"{_HEAD}.",) if self.scored else (f"{_HEAD}.", "value_head.")
+        return (f"{_HEAD}.", "value_head.") if self.critic else ()
 
     # -- which ranks hold what ------------------------------------------------------------------------------------
 
@@ -186,8 +182,6 @@ class MegatronSharding(Sharding):
             return names + ([head] if stage == last and self._has_tied_copy() else [])
         if tensor.part == "lm_head":
             return [head]
-        if tensor.part == "score":
-            return [f"{last_chunk}value_head.weight"]
         if tensor.part == "final_norm":
             return [f"{last_chunk}decoder.final_layernorm.weight"]
         chunk, layer = divmod(tensor.layer, self._layers_per_chunk)
@@ -211,6 +205,24 @@ class MegatronSharding(Sharding):
                 for param in self._param_names(tensor, coords.pp) if coords.pp in self._stages(tensor) else ():
                     shapes[param] = (self.vocab_rows // self.layout.tp, *tensor.shape[1:])
         return shapes
+
+
+class RewardModelSharding(MegatronSharding):
+    """A critic's backbone with its value head as one more tensor: a reward model, read from files and written to them.
+
+    Args and raises: as `MegatronSharding`.
+    """
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout):
+        super().__init__(shape, layout, critic=True)
+        self.tensors = catalog(shape, critic=True, scored=True)
+
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        return (f"{_HEAD}.",)
+
+    def _param_names(self, tensor: LogicalTensor, stage: int) -> list[str]:
+        return ["value_head.weight"] if tensor.part == "score" else super()._param_names(tensor, stage)
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:

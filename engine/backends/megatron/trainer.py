@@ -21,7 +21,7 @@ from engine.batch import pack, response_mask, total_lengths, trim
 from engine.errors import NumericsError
 from engine.layout import read_model_shape
 from engine.resharding.load import load_hf
-from engine.resharding.megatron import MegatronSharding
+from engine.resharding.megatron import MegatronSharding, RewardModelSharding
 from engine.spec.train import OptimizerSpec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -233,8 +233,9 @@ def load_network(model_dir: str | Path, world: World, head: Head, *, scored: boo
     Args: scored: the directory is a reward model's, and the value head is loaded from it; else see `build_model`.
     """
     network = build_model(model_dir, world, head, **options)
-    sharding = MegatronSharding(
-        read_model_shape(model_dir), world.layout, critic=head == "values", scored=scored)
+    shape = read_model_shape(model_dir)
+    sharding = RewardModelSharding(shape, world.layout) if scored \
+        else MegatronSharding(shape, world.layout, critic=head == "values")
     load_hf(model_dir, sharding.holdings(world.rank), dict(network.named_parameters()))
     return network
 
