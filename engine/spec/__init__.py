@@ -34,6 +34,7 @@ from engine.spec.reward import (
     ReasoningGymReward,
     RegexReward,
     Reward,
+    RewardModelReward,
     reward_names,
 )
 from engine.spec.tracking import TrackingSpec
@@ -45,7 +46,7 @@ __all__ = [
     "FileSource", "FinetuneSpec", "FixedKL", "GatePolicy", "GeneratedSource", "GuardMetric", "JsonSchemaReward",
     "JudgeReward", "LengthReward", "Limit", "MathVerifyReward", "ModelEvaluation", "NumericMatchReward",
     "OptimizerSpec", "PrepareSpec", "PrimaryMetric", "PromptScores", "PromptSetSpec", "ReMax",
-    "ReasoningGymReward", "RegexReward", "ReinforcePP", "ReportSpec", "Reward", "RewardModelling", "RolloutSpec",
-    "RunResult", "RunSpec", "SafeRLHF", "SampleRecord", "TrackingSpec", "TrainSpec", "TrainingSpec", "dump_spec",
-    "hash_spec", "load_spec", "parse_spec", "reward_names",
+    "ReasoningGymReward", "RegexReward", "ReinforcePP", "ReportSpec", "Reward", "RewardModelReward",
+    "RewardModelling", "RolloutSpec", "RunResult", "RunSpec", "SafeRLHF", "SampleRecord", "TrackingSpec",
+    "TrainSpec", "TrainingSpec", "dump_spec", "hash_spec", "load_spec", "parse_spec", "reward_names",
 ]
