@@ -12,6 +12,7 @@ from engine.errors import DataError, ModelError, SpecError
 from engine.spec import load_spec, parse_spec
 from tests.engine.finetuning import OBJECTIVES, finetune, make_world, metrics_of, write_finetune_job
 from tests.engine.multiprocess import shared_ranks
+from tests.engine.tiny_models import classifier_scores
 
 ROOT = Path(__file__).resolve().parents[2]
 # Epsilon 1 makes a step a smooth function of the gradient: rounding stays rounding.
@@ -94,18 +95,11 @@ def test_the_sft_loss_is_the_cross_entropy_of_transformers(world, alone):
 
 def test_a_reward_model_is_a_sequence_classifier_of_transformers(world, alone):
     """The files say what the trainer measured, by another implementation."""
-    from transformers import AutoModelForSequenceClassification
-
     from engine.prompts import PromptSet
 
-    export = alone["reward_model"] / "export"
-    model = AutoModelForSequenceClassification.from_pretrained(export, num_labels=1, dtype=torch.float32)
-    scores = []
-    for prompt in PromptSet.open(str(world / "prompts"), "preferences_eval"):
-        for response in prompt.responses:
-            # Without padding, its last token is the last token.
-            with torch.no_grad():
-                scores.append(model(torch.tensor([prompt.token_ids + response])).logits.item())
+    pairs = PromptSet.open(str(world / "prompts"), "preferences_eval")
+    scores = classifier_scores(alone["reward_model"] / "export", [
+        [*prompt.token_ids, *response] for prompt in pairs for response in prompt.responses])
     result = load_result(alone["reward_model"])
     assert any(scores), "the head has been trained"
     assert result["eval/chosen_score"] == pytest.approx(sum(scores[::2]) / 13, rel=1e-4, abs=1e-6)

@@ -13,7 +13,7 @@ from engine.prompts import Prompt
 from engine.rewards.pool import ScoringPool
 from engine.spec.reward import ExactMatchReward, LengthReward, RewardModelReward
 from tests.engine.multiprocess import shared_ranks
-from tests.engine.tiny_models import make_tiny_model
+from tests.engine.tiny_models import classifier_scores, make_reward_model, make_tiny_model
 
 G = 2
 RESPONSES = [[[5, 2], [6, 7, 2]], [[8, 9, 10, 2], [11, 2]], [[3, 4], [12, 2]]]
@@ -23,15 +23,8 @@ RESPONSES = [[[5, 2], [6, 7, 2]], [[8, 9, 10, 2], [11, 2]], [[3, 4], [12, 2]]]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """A policy in `policy/`, and its weights with a random head in `reward_model/`."""
-    from safetensors.torch import load_file, save_file
-
     root = tmp_path_factory.mktemp("models")
-    make_tiny_model(root / "policy")
-    shutil.copytree(root / "policy", root / "reward_model")
-    weights = load_file(root / "policy" / "model.safetensors")
-    del weights["lm_head.weight"]
-    weights["score.weight"] = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
-    save_file(weights, root / "reward_model" / "model.safetensors", metadata={"format": "pt"})
+    make_reward_model(make_tiny_model(root / "policy"), root / "reward_model")
     return root
 
 
@@ -65,24 +58,16 @@ def score_on_rank(models, rewards, layout):
             pool.close()
 
 
-def classifier_scores(models: Path) -> list[float]:
-    """[P * G] by transformers, a row at a time without padding, whose last token is then the last one."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(models / "reward_model", num_labels=1,
-                                                               dtype=torch.float32)
-    scores = []
-    for p, group in enumerate(RESPONSES):
-        for response in group:
-            with torch.no_grad():
-                scores.append(model(torch.tensor([[1, 20 + p, 30, *response]])).logits.item())
-    return scores
+def by_transformers(models: Path) -> list[float]:
+    """[P * G]."""
+    return classifier_scores(models / "reward_model", [
+        [1, 20 + p, 30, *response] for p, group in enumerate(RESPONSES) for response in group])
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(dp=2)])
 def test_a_reward_model_adds_to_other_rewards_under_every_layout(models, layout):
     results = shared_ranks(layout.world_size).run(score_on_rank, models, rewards_of(models), layout)
-    by_model = classifier_scores(models)
+    by_model = by_transformers(models)
     lengths = [len(response) for group in RESPONSES for response in group]
     # No response is its prompt's answer.
     expected = [0.5 * score - length / 8 for score, length in zip(by_model, lengths, strict=True)]
@@ -96,7 +81,7 @@ def test_a_reward_model_adds_to_other_rewards_under_every_layout(models, layout)
 
 def test_a_reward_model_alone_needs_no_scoring_processes(models):
     (scores, metrics), = shared_ranks(1).run(score_on_rank, models, rewards_of(models)[1:2], ParallelLayout())
-    expected = [0.5 * score for score in classifier_scores(models)]
+    expected = [0.5 * score for score in by_transformers(models)]
     assert [scores[i] for i in range(6)] == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert set(metrics) >= {"reward/mean", "reward/std", "reward/reward_model/mean"}
 
@@ -133,3 +118,18 @@ def test_what_is_no_reward_model_of_this_policy_is_refused(models, tmp_path):
     make_text_tokenizer(other)
     with pytest.raises(ModelError, match="its vocabulary of .* is not the policy's of 64"):
         load(other)
+
+
+def test_an_evaluation_is_cached_by_the_weights_of_its_reward_model_not_by_their_place(models, tmp_path):
+    from engine import evaluate
+    from engine.spec import parse_spec
+
+    spec = parse_spec({
+        "stage": "evaluate", "models": [{"name": "base", "uri": "/m"}], "prompts": "/p", "max_response_tokens": 4,
+        "rewards": [{"kind": "reward_model", "model": str(tmp_path / "model")}]})
+    hashes = []
+    for source in ("reward_model", "policy", "reward_model"):
+        shutil.copytree(models / source, tmp_path / "model", dirs_exist_ok=True)
+        evaluate._hash_weights.cache_clear()
+        hashes.append(evaluate.settings_hash(spec))
+    assert hashes[0] == hashes[2] != hashes[1]
