@@ -1,5 +1,4 @@
-"""DAG `train_ppo`: prepare >> sft >> reward_model, dpo >> stage 1..N (train >> evaluate >> go on?) >> register, report.
-"""
+"""DAG `train_ppo`: prepare >> sft >> reward_model, dpo >> stage 1..N >> register the candidate, write the report."""
 
 from datetime import timedelta
 from functools import partial

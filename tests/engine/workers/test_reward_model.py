@@ -116,7 +116,7 @@ def test_what_is_no_reward_model_of_this_policy_is_refused(models, tmp_path):
         load(tmp_path / "nowhere")
     other = shutil.copytree(models / "reward_model", tmp_path / "other")
     make_text_tokenizer(other)
-    with pytest.raises(ModelError, match="its vocabulary of .* is not the policy's of 64"):
+    with pytest.raises(ModelError, match="its vocabulary of .* is not the policy's of"):
         load(other)
 
 
