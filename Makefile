@@ -42,7 +42,7 @@ test-fast: setup  ## Tests without the slow ones
 test-gpu: setup  ## Tests that need CUDA devices (after make setup ENGINE=gpu)
 	@$(engine) -m pytest tests/gpu -m gpu
 
-demo: setup  ## Train, review and promote a model on this machine (PRESET=default|tiny)
+demo: setup  ## Train, review and promote a model on this machine (PRESET=default|tiny|rlhf)
 	@exec $(pipeline) -m examples.demo --preset $(PRESET)
 
 bench: setup  ## All benchmarks, or BENCH="rollout iteration"

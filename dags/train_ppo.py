@@ -1,4 +1,4 @@
-"""DAG `train_ppo`: prepare >> stage 1..N (train >> evaluate >> go on?) >> register the candidate, write the report."""
+"""DAG `train_ppo`: prepare >> sft >> reward_model, dpo >> stage 1..N >> register the candidate, write the report."""
 
 from datetime import timedelta
 from functools import partial
@@ -9,14 +9,15 @@ from airflow.sdk import DAG, Param, TaskGroup
 from tasks import deployment, stages, training
 from tasks.assets import CANDIDATE
 from tasks.operators import EngineOperator, GoOnOperator
-from tasks.pipeline import preset_names
+from tasks.pipeline import FINETUNED, preset_names
 
 DOC = """
 ### Train a model with reinforcement learning and register the result as a candidate
 
 Choose a **preset** and trigger; every other field left empty keeps the preset's value. The run prepares the prompts,
-trains in **stages** (each: train, evaluate on held-out prompts, decide whether to go on) and registers the last
-stage's model as `candidate`, which starts `review_candidate`. Stages that are not needed are skipped.
+fine-tunes (**sft**), trains a **reward model** and runs **dpo** where the preset has these sections, trains in
+**stages** (each: train, evaluate on held-out prompts, decide whether to go on) and registers the last stage's model as
+`candidate`, which starts `review_candidate`. What is not needed is skipped.
 
 A task that fails because something outside broke is tried again and goes on from its last checkpoint. A task that was
 *refused* (exit 2) or ended with bad *numerics* (exit 4) is not: read its log's last line. Mark a task failed to stop
@@ -71,12 +72,17 @@ with DAG(
         task_id="register", python_callable=training.register, outlets=[CANDIDATE],
         trigger_rule="none_failed_min_one_success")
     report = EngineOperator(task_id="report", spec=training.report_job, trigger_rule="none_failed_min_one_success")
-    before = begin >> prepare
+    sft, reward_model, dpo = (
+        EngineOperator(task_id=section, **ON_GPUS, spec=partial(training.finetune_job, section=section),
+                       trigger_rule="none_failed")
+        for section in FINETUNED)
+    begin >> prepare >> sft >> [reward_model, dpo]
+    before = [reward_model, dpo]
 
     for stage in range(1, deployment.max_stages() + 1):
         with TaskGroup(f"stage_{stage}"):
             train = EngineOperator(
-                task_id="train", **ON_GPUS, spec=partial(
+                task_id="train", **ON_GPUS, trigger_rule="none_failed" if stage == 1 else "all_success", spec=partial(
                     training.job, build=stages.train_spec, stage=stage,
                     needs=("prepare", *([stages.train_task(stage - 1)] if stage > 1 else []))))
             evaluate = EngineOperator(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, RefusedError, SpecError, exit_code_of
 
-STAGES = ("prepare", "train", "evaluate", "report")
+STAGES = ("prepare", "finetune", "train", "evaluate", "report")
 USAGE = f"usage: python -m engine {{{','.join(STAGES)}}} JOB_DIR | python -m engine info [--json]"
 
 
@@ -34,13 +34,13 @@ def main(arguments: list[str]) -> int:
 
 def world_size_of(stage: str, directory: Path) -> int:
     """Ranks the job needs; 1 when its spec cannot be read, so that one process says why."""
-    from engine.spec import EvaluateSpec, TrainSpec, load_spec
+    from engine.spec import EvaluateSpec, TrainingSpec, load_spec
 
     try:
         spec = load_spec(directory)
     except SpecError:
         return 1
-    if isinstance(spec, TrainSpec):
+    if isinstance(spec, TrainingSpec):
         return spec.layout.world_size
     return spec.world_size if isinstance(spec, EvaluateSpec) else 1
 

@@ -12,6 +12,8 @@ R response tokens, V vocabulary. A batch is a TensorDict of batch size [B] with
     policy_versions   [B]    int64   the weights it was sampled from
     minibatch_ids     [B]    int64   the optimizer step of an epoch that uses the row (see `shard`)
 
+    pair_ids          [B]    int64   preference pairs only: rows 2n (chosen) and 2n + 1 (rejected) are the n-th pair
+
 and, as roles and algorithms add them, `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`,
 `returns`, all [B, R] float32 with slot r for the r-th response token, and `scores` [B] float32.
 

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from engine import store
 from engine.backends.vllm.requests import GeneratorConfig, Request, Response
+from engine.batch import Sample, make_batch
 from engine.errors import DataError, ModelError
 from engine.evaluation_cache import CachedEvaluation, EvaluationCache
 from engine.job import Job
-from engine.layout import check_generation_layout, read_model_shape
+from engine.layout import ParallelLayout, check_generation_layout, read_model_shape
 from engine.prompts import Prompt, PromptSet
 from engine.ranks import join_ranks
 from engine.rewards.pool import Scorable, Scores, ScoringPool
@@ -37,7 +38,10 @@ from engine.statistics import summarise
 from engine.tracking import DatasetInput, Tracker
 from engine.workers.reward import response_texts
 from engine.workers.rollout import Replicas, deal
+from engine.workers.scorers import RewardModel, Scorers, load_reward_models, pooled
 
+MICROBATCH_TOKENS = 8192
+"""Of one forward of a reward model."""
 IGNORED_CONFIG = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of config.json that may differ between models of one architecture."""
 
@@ -97,6 +101,7 @@ class Evaluator:
         self.timings_s: dict[str, float] = {}
         self._cache = EvaluationCache(spec.cache, settings_hash(spec), self.prompts_hash) if job.rank == 0 else None
         self._pool: ScoringPool | None = None
+        self._reward_models: dict[str, RewardModel] | None = None
         self._done = 0
 
     def close(self) -> None:
@@ -114,9 +119,10 @@ class Evaluator:
         missing = [found is None]
         dist.broadcast_object_list(missing, src=0)
         if missing[0]:
-            if self._cache and not self._pool:
+            if self._cache and not self._pool and pooled(self.spec.rewards):
                 # Before vLLM: its verifiers are imported while the engine starts.
-                self._pool = ScoringPool(self.spec.rewards)
+                self._pool = ScoringPool(pooled(self.spec.rewards))
+            self._load_reward_models()
             responses = self._generate(model)
             if self._cache:
                 found = self._score(model, weights_hash, responses)
@@ -126,6 +132,18 @@ class Evaluator:
         self.job.event("evaluated", model=model.name, cached=not missing[0],
                        seconds=round(time.monotonic() - started, 2))
         return found and found.renamed(model.name, model.uri)
+
+    def _load_reward_models(self) -> None:
+        """On rank 0, which scores; before vLLM, which sizes itself by what is left. Every rank must call it."""
+        rewards = self.spec.rewards
+        if self._reward_models is not None or len(pooled(rewards)) == len(rewards):
+            return
+        from engine.backends.megatron.parallel import start_world
+
+        # Each rank for itself: one scores, and none waits for another.
+        world = start_world(ParallelLayout(dp=self.spec.world_size), self.spec.seed)
+        self._reward_models = {} if self._cache is None else load_reward_models(
+            rewards, world, self.models[0].directory, MICROBATCH_TOKENS)
 
     def _generate(self, model: LocalModel) -> dict[int, Response]:
         """The greedy response of prompt p as p * (1 + k), its k sampled ones after it; the same on every rank."""
@@ -163,9 +181,13 @@ class Evaluator:
         spec, group_size = self.spec, 1 + self.spec.samples_per_prompt
         answers = [responses[i] for i in range(len(self.prompts) * group_size)]
         texts = response_texts(model.tokenizer, [r.token_ids for r in answers], [r.truncated for r in answers])
-        scores = self._pool.score([
+        scorers = Scorers(spec.rewards, self._pool, self._reward_models or {})
+        of_models = scorers.model_scores(make_batch([
+            Sample(i, self.prompts[i // group_size].token_ids, r.token_ids, r.logprobs, r.truncated)
+            for i, r in enumerate(answers)], policy_version=0))
+        scores = scorers.score([
             Scorable(text, self.prompts[i // group_size], len(r.token_ids), spec.max_response_tokens, r.truncated)
-            for i, (text, r) in enumerate(zip(texts, answers, strict=True))])
+            for i, (text, r) in enumerate(zip(texts, answers, strict=True))], of_models)
         for message in scores.messages:
             self.job.event("scoring_error", model=model.name, message=message)
         prompts = prompt_scores(self.prompts, answers, scores, group_size)
@@ -189,8 +211,17 @@ def settings_hash(spec: EvaluateSpec) -> str:
     """sha256 over everything besides weights and prompts that can change a score; layouts and sizes cannot."""
     names = {"max_prompts", "max_response_tokens", "samples_per_prompt", "temperature", "pass_threshold", "seed"}
     settings = spec.model_dump(mode="json", include=names | {"rewards"})
+    for reward in settings["rewards"]:
+        if reward["kind"] == "reward_model":
+            # Its path may hold other weights tomorrow.
+            reward["model"] = _hash_weights(reward["model"])
     settings["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
     return store.sha256_bytes(json.dumps(settings, sort_keys=True).encode())
+
+
+@cache
+def _hash_weights(model_dir: str) -> str:
+    return store.hash_model_dir(model_dir)
 
 
 def prompt_scores(prompts: Sequence[Prompt], responses: Sequence[Response], scores: Scores,

@@ -1,4 +1,7 @@
-"""Prepared prompts: the rows of a prompt set, and the cursor that deals them out reproducibly. Torch-free."""
+"""Prepared prompts: the rows of a prompt set, and the cursor that deals them out reproducibly. Torch-free.
+
+Demonstrations and preference pairs are prompts with responses.
+"""
 
 import io
 import json
@@ -23,8 +26,10 @@ SCHEMA = pa.schema([
     ("answer", pa.string()),
     ("metadata", pa.string()),
     ("token_ids", pa.list_(pa.int32())),
+    ("responses", pa.list_(pa.list_(pa.int32()))),
 ])
-"""Columns of a shard; `messages` and `metadata` are JSON texts, `messages` null for a prompt without chat template."""
+"""Columns of a shard; `messages` and `metadata` are JSON texts, `messages` null for a prompt without chat template;
+`responses` holds the demonstrated one, or the chosen and the rejected one, each with its end token; null without."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Prompt:
     """One row of a prepared set."""
 
     id: str
-    """16 hexadecimal digits of the prompt's digest: the same prompt has the same id in every set."""
+    """16 hexadecimal digits of the digest of prompt and responses: the same row has the same id in every set."""
     token_ids: tuple[int, ...]
     """What the model is given: rendered with the chat template and tokenised once, by the prepare stage."""
     text: str
@@ -45,6 +50,8 @@ class Prompt:
     """Chat messages before rendering; None for a raw prompt."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """All other columns of the source row; what verifiers need (`reasoning_gym`: task, config, entry)."""
+    responses: tuple[tuple[int, ...], ...] = ()
+    """Tokens of the demonstrated response, or of the chosen and the rejected one; each ends with the end token."""
 
 
 class PromptSet:
@@ -98,7 +105,8 @@ def _as_prompt(row: dict[str, Any]) -> Prompt:
     messages = row["messages"]
     return Prompt(
         id=row["id"], token_ids=tuple(row["token_ids"]), text=row["text"], answer=row["answer"], task=row["task"],
-        messages=None if messages is None else tuple(json.loads(messages)), metadata=json.loads(row["metadata"]))
+        messages=None if messages is None else tuple(json.loads(messages)), metadata=json.loads(row["metadata"]),
+        responses=tuple(tuple(ids) for ids in row["responses"] or ()))
 
 
 class PromptCursor:

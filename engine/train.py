@@ -1,25 +1,24 @@
-"""The train stage: iterations of an algorithm, checkpoints on the way, a Hugging Face directory at the end."""
+"""The train stage: iterations of an RL algorithm, checkpoints on the way, a Hugging Face directory at the end."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine import store
-from engine.backends.megatron.parallel import World, start_world
-from engine.checkpoint.checkpoints import Checkpoints
+from engine.backends.megatron.parallel import start_world
 from engine.controller.build import Assembly, Builder
 from engine.controller.phases import PhaseClock
 from engine.dataflows import AlgorithmState, initial_state, iteration_for
-from engine.errors import NumericsError, SpecError
+from engine.errors import NumericsError
 from engine.job import Job
 from engine.layout import ModelShape, check_generation_layout, check_layout, read_model_shape
 from engine.prompts import PromptCursor, PromptSet
 from engine.resharding.export import export_hf
 from engine.resharding.megatron import MegatronSharding
-from engine.spec.job import RunResult, hash_spec
+from engine.spec.job import RunResult
 from engine.spec.train import TrainSpec
-from engine.tracking import DatasetInput, Tracker
+from engine.stage import Metrics, Stage, refuse_object_stores
+from engine.tracking import DatasetInput
 
 MAX_ALARMS_IN_A_ROW = 3
 
@@ -31,9 +30,7 @@ def run(job: Job, spec: TrainSpec) -> RunResult:
         RefusedError: model, prompts, layout or a local path cannot work.
         NumericsError: three iterations in a row with NaN or infinity.
     """
-    for name in ("model", "checkpoint_dir", "export_dir"):
-        if store.is_s3(getattr(spec, name)):
-            raise SpecError(f"{name}: {getattr(spec, name)} must be a path that all ranks share, not an object store")
+    refuse_object_stores(spec)
     shape = read_model_shape(spec.model)
     check_layout(shape, spec.layout)
     check_generation_layout(shape, spec.rollout.layout)
@@ -42,115 +39,38 @@ def run(job: Job, spec: TrainSpec) -> RunResult:
     clock = PhaseClock()
     started = time.monotonic()
     assembly = Builder(spec, world, Path(spec.model), shape).build(prompts, clock)
-    stage = Stage(job, spec, world, assembly, clock)
+    stage = Stage(job, spec, world, PolicyLearner(job, spec, shape, assembly, clock))
     job.event("ready", seconds=round(time.monotonic() - started, 2), layout=str(spec.layout))
     try:
-        if world.rank == 0:
-            with Tracker(job.dir, spec.tracking) as tracker:
-                tracker.log_input(DatasetInput(name="train", digest=prompts.sha256, source=spec.prompts))
-                last = stage.train(tracker)
-        else:
-            last = stage.train(None)
-        return stage.finish(shape, last)
+        return stage.run(DatasetInput(name="train", digest=prompts.sha256, source=spec.prompts))
     finally:
         for pool in assembly.pools:
             pool.close()
 
 
-@dataclass
-class Position:
-    """Where a run stands; with the models, all that a checkpoint holds."""
+class PolicyLearner:
+    """Iterations of an algorithm on the roles of one rank."""
 
-    iteration: int
-    """Iterations completed over all stages: the version of the policy."""
-    stage_start: int
-    """`iteration` when this stage began."""
-    algorithm: AlgorithmState
-    alarms_in_a_row: int = 0
-
-
-class Stage:
-    """The loop of one stage on one rank."""
-
-    def __init__(self, job: Job, spec: TrainSpec, world: World, assembly: Assembly, clock: PhaseClock):
-        self.job, self.spec, self.world, self.clock = job, spec, world, clock
+    def __init__(self, job: Job, spec: TrainSpec, shape: ModelShape, assembly: Assembly, clock: PhaseClock):
+        self.job, self.spec, self.shape, self.clock = job, spec, shape, clock
         self.roles, self.models = assembly.roles, assembly.models
-        self.checkpoints = Checkpoints(
-            spec.checkpoint_dir, world, spec.checkpoints_kept, warn=lambda line: job.event("warning", message=line))
-        self.iterate = iteration_for(spec.algorithm)
-        self.position = self._resume()
-        self.started = time.monotonic()
+        self.dataflow = iteration_for(spec.algorithm)
+        self.algorithm = initial_state(spec.algorithm)
+        self.alarms_in_a_row = 0
 
-    def train(self, tracker: Tracker | None) -> dict[str, float]:
-        """Run the iterations that are missing; the metrics of the last one (empty when none was missing)."""
-        metrics: dict[str, float] = {}
-        at, spec = self.position, self.spec
-        while at.iteration < at.stage_start + spec.iterations:
-            begin = time.monotonic()
-            self.roles.rollout.iteration = at.iteration
-            prompts = self.roles.cursor.take(spec.prompts_per_iteration)
-            batch, metrics = self.iterate(self.roles, prompts, spec.algorithm, at.algorithm)
-            at.iteration += 1
-            self._check(batch, metrics)
-            metrics |= self._measure(time.monotonic() - begin)
-            self._report(tracker, metrics)
-            if spec.checkpoint_every and (at.iteration - at.stage_start) % spec.checkpoint_every == 0:
-                self._save()
+    def begin(self) -> Metrics:
+        """Nothing: what the first iteration generates is the measurement."""
+        return {}
+
+    def iterate(self, iteration: int) -> Metrics:
+        """Generate, score, update."""
+        self.roles.rollout.iteration = iteration
+        prompts = self.roles.cursor.take(self.spec.prompts_per_iteration)
+        batch, metrics = self.dataflow(self.roles, prompts, self.spec.algorithm, self.algorithm)
+        self._check(iteration + 1, batch, metrics)
         return metrics
 
-    def finish(self, shape: ModelShape, last: dict[str, float]) -> RunResult:
-        """Commit the last checkpoint and export the policy."""
-        self.job.progress("export", self._done, self.spec.iterations)
-        checkpoint = self._save()
-        export_hf(self.spec.model, self.spec.export_dir, MegatronSharding(shape, self.spec.layout),
-                  self.models["actor"].params())
-        seconds = time.monotonic() - self.started
-        peaks = {f"memory/{phase}_bytes": float(peak) for phase, peak in self.clock.peak_bytes.items()}
-        return RunResult(
-            stage="train",
-            outputs={"checkpoint": str(checkpoint), "export": self.spec.export_dir},
-            metrics={name: last[name] for name in sorted(last)} | peaks,
-            hashes={"weights": store.hash_model_dir(self.spec.export_dir) if self.world.rank == 0 else "",
-                    "prompts": self.roles.cursor.prompts.sha256, "spec": hash_spec(self.spec)},
-            policy_version=self.position.iteration,
-            gpu_seconds=seconds * self.world.size,
-            timings_s={"train": seconds},
-        )
-
-    @property
-    def _done(self) -> int:
-        return self.position.iteration - self.position.stage_start
-
-    def _resume(self) -> Position:
-        """This stage's own newest checkpoint, else that of the stage before, else the beginning."""
-        state = self.checkpoints.load(self.models)
-        if state is None and self.spec.resume_from is not None:
-            state = self.checkpoints.load(self.models, self.spec.resume_from)
-            state["stage_start"] = state["iteration"]
-        if state is None:
-            return Position(0, 0, initial_state(self.spec.algorithm))
-        self.roles.cursor = PromptCursor.restore(self.roles.cursor.prompts, state["cursor"])
-        self.job.event("resumed", iteration=state["iteration"])
-        return Position(state["iteration"], state["stage_start"], AlgorithmState(**state["algorithm"]),
-                        state["alarms_in_a_row"])
-
-    def _save(self) -> Path:
-        state = {**asdict(self.position), "cursor": self.roles.cursor.state(), "spec": hash_spec(self.spec)}
-        return self.checkpoints.save(self.position.iteration, self.models, state)
-
-    def _check(self, batch: Any, metrics: dict[str, float]) -> None:
-        """Count iterations whose numbers were not finite; the dataflow has updated nothing in them."""
-        at = self.position
-        at.alarms_in_a_row = at.alarms_in_a_row + 1 if metrics["alarms/nan"] else 0
-        if at.alarms_in_a_row:
-            self.job.event("alarm", iteration=at.iteration, rows=metrics["alarms/nan"],
-                           samples=batch["sample_ids"][batch["nonfinite"]].tolist())
-        if at.alarms_in_a_row >= MAX_ALARMS_IN_A_ROW:
-            raise NumericsError(
-                f"iteration {at.iteration}: {metrics['alarms/nan']:.0f} samples with NaN or infinity, "
-                f"{at.alarms_in_a_row} iterations in a row; nothing was updated in them")
-
-    def _measure(self, seconds: float) -> dict[str, float]:
+    def measure(self, seconds: float) -> Metrics:
         """The iteration's time by phase, throughput, and what the roles measured."""
         rollout, phases = self.roles.rollout, self.clock.take()
         moved, rollout.transitions = rollout.transitions, []
@@ -162,11 +82,38 @@ class Stage:
             "transition/bytes_received": float(sum(t.bytes_received for t in moved)),
         }
 
-    def _report(self, tracker: Tracker | None, metrics: dict[str, float]) -> None:
-        if tracker is not None:
-            tracker.log(self.position.iteration, metrics)
-        shown = {"reward": metrics["reward/mean"], "tokens_per_s": metrics["rollout/tokens_per_s"],
-                 "iteration_s": metrics["time/iteration_s"]}
-        shown = {name: round(value, 4) for name, value in shown.items()}
-        self.job.event("iteration", iteration=self._done, of=self.spec.iterations, **shown)
-        self.job.progress("train", self._done, self.spec.iterations, **shown)
+    def shown(self, metrics: Metrics) -> Metrics:
+        """Reward and speed."""
+        return {"reward": metrics["reward/mean"], "tokens_per_s": metrics["rollout/tokens_per_s"],
+                "iteration_s": metrics["time/iteration_s"]}
+
+    def state(self) -> dict[str, Any]:
+        """See `engine.stage.Learner`."""
+        return {"algorithm": asdict(self.algorithm), "alarms_in_a_row": self.alarms_in_a_row,
+                "cursor": self.roles.cursor.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `engine.stage.Learner`."""
+        self.roles.cursor = PromptCursor.restore(self.roles.cursor.prompts, state["cursor"])
+        self.algorithm = AlgorithmState(**state["algorithm"])
+        self.alarms_in_a_row = state["alarms_in_a_row"]
+
+    def summary(self) -> Metrics:
+        """Peak memory by phase."""
+        return {f"memory/{phase}_bytes": float(peak) for phase, peak in self.clock.peak_bytes.items()}
+
+    def export(self) -> None:
+        """The policy."""
+        export_hf(self.spec.model, self.spec.export_dir, MegatronSharding(self.shape, self.spec.layout),
+                  self.models["actor"].params())
+
+    def _check(self, iteration: int, batch: Any, metrics: Metrics) -> None:
+        """Count iterations whose numbers were not finite; the dataflow has updated nothing in them."""
+        self.alarms_in_a_row = self.alarms_in_a_row + 1 if metrics["alarms/nan"] else 0
+        if self.alarms_in_a_row:
+            self.job.event("alarm", iteration=iteration, rows=metrics["alarms/nan"],
+                           samples=batch["sample_ids"][batch["nonfinite"]].tolist())
+        if self.alarms_in_a_row >= MAX_ALARMS_IN_A_ROW:
+            raise NumericsError(
+                f"iteration {iteration}: {metrics['alarms/nan']:.0f} samples with NaN or infinity, "
+                f"{self.alarms_in_a_row} iterations in a row; nothing was updated in them")

@@ -1,30 +1,39 @@
 """One file per run: the whole of a training pipeline, as `examples/*.yaml` and the DAG's form describe it.
 
-`prepare`, `train` and `evaluate` are the specs of the engine's stages without the fields that the run itself fills in
-(where things are, where they go). They are checked through those specs, so there is no second schema to keep.
+`prepare`, `sft`, `reward_model`, `dpo`, `train` and `evaluate` are the specs of the engine's stages without the fields
+that the run itself fills in (where things are, where they go). They are checked through those specs, so there is no
+second schema to keep.
 """
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from engine.errors import SpecError
-from engine.spec import EvaluateSpec, GatePolicy, PrepareSpec, ReportSpec, TrainSpec
+from engine.spec import EvaluateSpec, FinetuneSpec, GatePolicy, PrepareSpec, ReportSpec, RewardModelReward, TrainSpec
 from engine.spec.base import URI, Count, Spec
 from engine.spec.job import parse_spec
 
-AnySpec = TypeVar("AnySpec", PrepareSpec, TrainSpec, EvaluateSpec, ReportSpec)
+AnySpec = TypeVar("AnySpec", PrepareSpec, FinetuneSpec, TrainSpec, EvaluateSpec, ReportSpec)
 
+FINETUNED: dict[str, tuple[str, ...]] = {"sft": ("sft",), "reward_model": ("reward_model",), "dpo": ("dpo", "ipo")}
+"""Optional sections of the finetune stage, in the order they run, and the kinds of objective each may have."""
+TRAINED = "trained"
+"""As `model` of a reward: the reward model that the run trains itself."""
+
+_TRAINING_FIELDS = {"model": "run", "prompts": "run", "checkpoint_dir": "run", "export_dir": "run"}
 RUN_FIELDS: dict[str, dict[str, Any]] = {
     "prepare": {"tokenizer": "run", "output": "run"},
-    "train": {"model": "run", "prompts": "run", "checkpoint_dir": "run", "export_dir": "run"},
+    "train": _TRAINING_FIELDS,
+    **{name: _TRAINING_FIELDS | {"objective": {"kind": kinds[0]}} for name, kinds in FINETUNED.items()},
     "evaluate": {"models": [{"name": "base", "uri": "run"}], "prompts": "run"},
 }
-"""Fields that the run fills in, with a stand-in to check the rest by."""
+"""Fields that the run fills in, with a stand-in to check the rest by; a section may give its own `objective`."""
 RUN_ONLY: dict[str, tuple[str, ...]] = {
-    "prepare": (), "train": ("resume_from", "tracking"), "evaluate": ("cache", "tracking")}
+    "prepare": (), **dict.fromkeys(("train", *FINETUNED), ("resume_from", "tracking")),
+    "evaluate": ("cache", "tracking")}
 """Optional fields that only the run may set."""
 
 
@@ -60,22 +69,53 @@ class Pipeline(Spec):
     start_from: Literal["base", "champion"] = "base"
     """`champion`: train the model in production further (the base model while there is none)."""
     prepare: dict[str, Any]
+    sft: dict[str, Any] | None = None
+    """Supervised fine-tuning before everything else; None: none."""
+    reward_model: dict[str, Any] | None = None
+    """Training of a reward model, from the fine-tuned model if there is one."""
+    dpo: dict[str, Any] | None = None
+    """DPO before RL, likewise."""
     train: dict[str, Any]
-    """`iterations` counts one stage."""
+    """RL, from what was trained last before it. `iterations` counts one stage."""
     evaluate: dict[str, Any]
     stages: StageRule = StageRule()
     gate: GatePolicy = GatePolicy()
     registry: RegistryRule
 
-    @field_validator("prepare", "train", "evaluate")
+    @field_validator("prepare", "sft", "reward_model", "dpo", "train", "evaluate")
     @classmethod
-    def _is_a_stage(cls, section: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        stage = str(info.field_name)
-        for name in (*RUN_FIELDS[stage], *RUN_ONLY[stage]):
-            if name in section:
+    def _is_a_stage(cls, section: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+        if section is None:
+            return None
+        where = str(info.field_name)
+        for name in (*RUN_FIELDS[where], *RUN_ONLY[where]):
+            if name in section and name != "objective":
                 raise ValueError(f"{name} is set by the run; remove it (got {str(section[name])[:80]!r})")
-        parse_spec({"stage": stage, **RUN_FIELDS[stage], **section})
+        spec = parse_spec({"stage": "finetune" if where in FINETUNED else where, **RUN_FIELDS[where], **section})
+        if isinstance(spec, FinetuneSpec) and spec.objective.kind not in FINETUNED[where]:
+            raise ValueError(f"objective.kind: must be {' or '.join(FINETUNED[where])} (got {spec.objective.kind!r})")
         return section
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        needed = {"train": "train"} | {name: self.finetune_numbers(name).data for name in self.finetuned}
+        for section, rows in needed.items():
+            if self.prepare.get(rows) is None:
+                raise ValueError(f"prepare.{rows}: is missing, but section {section} trains on it")
+        trained = [name for name, spec in (("train", self.train_numbers), ("evaluate", self.evaluate_numbers))
+                   for reward in spec.rewards if isinstance(reward, RewardModelReward) and reward.model == TRAINED]
+        if trained and self.reward_model is None:
+            raise ValueError(f"reward_model: is missing, but {trained[0]}.rewards has the model {TRAINED!r}")
+        return self
+
+    @property
+    def finetuned(self) -> tuple[str, ...]:
+        """The sections of the finetune stage that there are, in the order they run."""
+        return tuple(name for name in FINETUNED if getattr(self, name) is not None)
+
+    def finetune_numbers(self, section: str) -> FinetuneSpec:
+        """A section of the finetune stage as `train_numbers`."""
+        return build(FinetuneSpec, RUN_FIELDS[section] | getattr(self, section))
 
     @property
     def train_numbers(self) -> TrainSpec:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import SpecError
-from engine.spec import EvaluateSpec, PrepareSpec, ReportSpec, RunResult, TrackingSpec, TrainSpec
-from tasks.pipeline import Pipeline, build, merge, parse_pipeline
+from engine.spec import EvaluateSpec, FinetuneSpec, PrepareSpec, ReportSpec, RunResult, TrackingSpec, TrainSpec
+from tasks.pipeline import FINETUNED, TRAINED, Pipeline, build, merge, parse_pipeline
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,31 @@ class Run:
 
 
 def prepare_spec(run: Run) -> PrepareSpec:
-    """The job that freezes the prompts."""
+    """The job that freezes prompts, demonstrations and pairs."""
     return build(PrepareSpec, {
         **run.pipeline.prepare, "tokenizer": run.base_model, "output": prompts_uri(run.root)})
 
 
+def finetune_spec(run: Run, section: str) -> FinetuneSpec:
+    """The job of a section of the finetune stage: the first from the base model, the others from the fine-tuned one."""
+    kinds = FINETUNED[section]
+    return build(FinetuneSpec, {
+        "objective": {"kind": kinds[0]}, **getattr(run.pipeline, section),
+        "model": run.base_model if section == "sft" else trained_before(run, ("sft",)),
+        "prompts": output(run, "prepare", "prompts"), "checkpoint_dir": f"{run.root}/{section}/checkpoints",
+        "export_dir": export_uri(run.root, section), "tracking": run.tracking.model_dump()})
+
+
+def trained_before(run: Run, sections: tuple[str, ...]) -> str:
+    """What the first of these sections that the pipeline has exports; the base model when it has none."""
+    return next((export_uri(run.root, name) for name in sections if name in run.pipeline.finetuned), run.base_model)
+
+
 def train_spec(run: Run, stage: int) -> TrainSpec:
-    """The training job of a stage, counted from 1; it goes on from the checkpoint of the stage before."""
+    """The training job of a stage, counted from 1; it goes on from the checkpoint of the stage before.
+
+    Every stage has the model that the first one started from: it is the reference.
+    """
     section = dict(run.pipeline.train)
     numbers = run.pipeline.train_numbers
     actor = numbers.actor
@@ -82,9 +100,10 @@ def train_spec(run: Run, stage: int) -> TrainSpec:
     if stage > 1:
         resume_from = output(run, train_task(stage - 1), "checkpoint")
     return build(TrainSpec, {
-        **section, "model": run.base_model, "prompts": output(run, "prepare", "prompts"),
-        "resume_from": resume_from, "checkpoint_dir": f"{run.root}/{stage_name(stage)}/checkpoints",
-        "export_dir": f"{run.root}/{stage_name(stage)}/export", "tracking": run.tracking.model_dump()})
+        **with_trained_reward(section, run.root), "model": trained_before(run, ("dpo", "sft")),
+        "prompts": output(run, "prepare", "prompts"), "resume_from": resume_from,
+        "checkpoint_dir": f"{run.root}/{stage_name(stage)}/checkpoints",
+        "export_dir": export_uri(run.root, stage_name(stage)), "tracking": run.tracking.model_dump()})
 
 
 def evaluate_spec(run: Run, stage: int) -> EvaluateSpec:
@@ -96,8 +115,16 @@ def evaluate_spec(run: Run, stage: int) -> EvaluateSpec:
 def comparison_spec(run: Run, models: Mapping[str, str], *, prompts: str) -> EvaluateSpec:
     """An evaluation of some models (name -> URI) with the pipeline's settings, so that it shares the cache."""
     return build(EvaluateSpec, {
-        **run.pipeline.evaluate, "prompts": prompts, "cache": run.evaluations,
+        **with_trained_reward(run.pipeline.evaluate, run.root), "prompts": prompts, "cache": run.evaluations,
         "models": [{"name": name, "uri": uri} for name, uri in models.items()], "tracking": run.tracking.model_dump()})
+
+
+def with_trained_reward(section: dict[str, Any], root: str) -> dict[str, Any]:
+    """A section whose rewards name the reward model that the run trains by where it is."""
+    own = {"kind": "reward_model", "model": TRAINED}
+    rewards = [{**reward, "model": export_uri(root, "reward_model")} if own.items() <= reward.items() else reward
+               for reward in section["rewards"]]
+    return {**section, "rewards": rewards}
 
 
 def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str]) -> ReportSpec:
@@ -116,7 +143,7 @@ def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str]) -> 
     return build(ReportSpec, {
         "title": f"{run.pipeline.registry.model}: {numbers.algorithm.kind}, {last} stages",
         "metrics": [f"{jobs[task]}/metrics.jsonl" for task in trained],
-        "results": [f"{jobs[task]}/result.json" for task in ("prepare", *everything)],
+        "results": [f"{jobs[task]}/result.json" for task in ("prepare", *run.pipeline.finetuned, *everything)],
         "evaluation": output(run, evaluation, "evaluation"), "samples": output(run, evaluation, "samples"),
         "before": "base", "after": stage_name(last), "output": f"{run.root}/report",
         "facts": {"model": run.base_model, "seed": str(numbers.seed), **facts}, "tracking": run.tracking.model_dump()})
@@ -196,6 +223,11 @@ def train_task(stage: int) -> str:
 def evaluate_task(stage: int) -> str:
     """Task id of a stage's evaluation."""
     return f"{stage_name(stage)}.evaluate"
+
+
+def export_uri(root: str, name: str) -> str:
+    """Where the model of a stage or section goes."""
+    return f"{root}/{name}/export"
 
 
 def prompts_uri(root: str) -> str:

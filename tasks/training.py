@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from airflow.sdk.definitions.context import Context
+from airflow.sdk.exceptions import AirflowSkipException
 
 from engine.errors import FaultError, ModelError, SpecError
 from engine.layout import check_generation_layout, check_layout, read_model_shape
-from engine.spec import ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
+from engine.spec import FinetuneSpec, ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
 from engine.store import is_s3
 from tasks import deployment, jobs, pipeline, registry, runs, stages, tracking
 from tasks.assets import CANDIDATE
@@ -65,7 +66,8 @@ def check_model(plan: pipeline.Pipeline, uri: str) -> None:
         raise ModelError(f"model: {uri} is not a directory; make it, or give a Hugging Face directory")
     shape = read_model_shape(uri)
     train = plan.train_numbers
-    check_layout(shape, train.layout)
+    for spec in (train, *map(plan.finetune_numbers, plan.finetuned)):
+        check_layout(shape, spec.layout)
     check_generation_layout(shape, train.rollout.layout)
     check_generation_layout(shape, plan.evaluate_numbers.layout)
 
@@ -83,19 +85,31 @@ def job(context: Context, *, build: Callable[..., RunSpec], needs: tuple[str, ..
     file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
     if stage is None:
         return build(view(file, context, needs, TrackingSpec()))
-    return build(view(file, context, needs, stage_run(file, stage)), stage)
+    return build(view(file, context, needs, stage_run(file, stages.stage_name(stage))), stage)
 
 
-def stage_run(file: runs.RunFile, stage: int) -> TrackingSpec:
-    """The MLflow run of a stage."""
-    return tracking.stage_run(file.tracking, stages.stage_name(stage), lineage=tracking.Lineage(
+def finetune_job(context: Context, *, section: str) -> FinetuneSpec:
+    """The spec of a section of the finetune stage.
+
+    Raises:
+        AirflowSkipException: the pipeline has no such section.
+    """
+    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    if section not in file.pipeline.finetuned:
+        raise AirflowSkipException(f"preset {file.preset} has no section {section}")
+    return stages.finetune_spec(view(file, context, ("prepare",), stage_run(file, section)), section)
+
+
+def stage_run(file: runs.RunFile, name: str) -> TrackingSpec:
+    """The MLflow run of a stage or section."""
+    return tracking.stage_run(file.tracking, name, lineage=tracking.Lineage(
         base_model=file.base_version or file.base_model, airflow_dag_id=file.dag_id, airflow_run_id=file.run_id))
 
 
 def report_job(context: Context) -> ReportSpec:
     """The spec of the run's report."""
     file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
-    tasks = ("prepare", *stage_tasks(file.pipeline))
+    tasks = ("prepare", *file.pipeline.finetuned, *stage_tasks(file.pipeline))
     run = view(file, context, tasks, file.tracking)
     where = {task: str(jobs.job_directory(deployment.home(), file.dag_id, file.run_id, task)) for task in tasks}
     return stages.report_spec(run, where, {"preset": file.preset, "run": file.run_id})
@@ -135,8 +149,8 @@ def register(**context: Any) -> dict[str, Any]:
             model=name, version=version.version, stage=last, export_uri=export, weights_hash=version.weights_hash,
             prompts=stages.output(run, "prepare", "prompts"), training=train.metrics))
         tracking.finish_run(file.tracking, status="FINISHED", metrics=evaluation.metrics)
-        for stage in range(1, last + 1):
-            tracking.finish_run(stage_run(file, stage), status="FINISHED")
+        for part in (*file.pipeline.finetuned, *(stages.stage_name(stage) for stage in range(1, last + 1))):
+            tracking.finish_run(stage_run(file, part), status="FINISHED")
         announcement = {"model": name, "version": version.version, "run_uri": root}
         context["outlet_events"][CANDIDATE].extra = announcement
         return {**announcement, "stage": last}

@@ -27,6 +27,7 @@ from engine.workers.critic import Critic
 from engine.workers.reference import Reference
 from engine.workers.reward import RewardWorker
 from engine.workers.rollout import Replicas, Rollout, RolloutPlan
+from engine.workers.scorers import Scorers, load_reward_models, pooled
 
 
 @dataclass
@@ -54,9 +55,8 @@ class Builder:
         beside them.
         """
         spec, algorithm = self.spec, self.spec.algorithm
-        pool = self._scoring_pool(spec.rewards)
         costs = isinstance(algorithm, SafeRLHF)
-        cost_pool = self._scoring_pool(algorithm.costs) if costs else None
+        pools = [self._scoring_pool(rewards) for rewards in (spec.rewards, algorithm.costs if costs else [])]
         actor = self._trained("logprobs", spec.actor)
         models = {"actor": actor}
         if algorithm.needs_critic:
@@ -64,6 +64,8 @@ class Builder:
         if costs:
             models["cost_critic"] = self._trained("values", spec.critic)
         reference = self._reference() if algorithm.needs_reference else None
+        reward = self._reward(spec.rewards, pools[0])
+        cost = self._reward(algorithm.costs, pools[1]) if costs else None
         rollout = self._rollout(actor, prompts, clock)
         roles = LocalRoles(
             spec=spec, clock=clock, comm=DataParallelComm(self.world.groups.dp),
@@ -71,8 +73,7 @@ class Builder:
             actor=Actor(actor, ActorObjective(algorithm, spec.rollout.max_response_tokens), spec.rollout.temperature,
                         spec.epochs),
             reference=reference, critic=self._critic(models, "critic"), cost_critic=self._critic(models, "cost_critic"),
-            reward=Scoring(self._reward(pool, spec.rewards), rollout),
-            cost=Scoring(self._reward(cost_pool, algorithm.costs), rollout) if costs else None)
+            reward=Scoring(reward, rollout), cost=cost and Scoring(cost, rollout))
         return Assembly(roles, models, self.pools)
 
     def _trained(self, head: str, optimizer: OptimizerSpec) -> TrainedModel:
@@ -110,11 +111,13 @@ class Builder:
         return switching
 
     def _scoring_pool(self, rewards: list[Reward]) -> ScoringPool | None:
-        """Only the lead rank of each replica scores."""
-        if not self.world.is_lead:
+        """Only the lead rank of each replica has one, and only where a reward is no model."""
+        if not (self.world.is_lead and pooled(rewards)):
             return None
-        self.pools.append(ScoringPool(rewards))
+        self.pools.append(ScoringPool(pooled(rewards)))
         return self.pools[-1]
 
-    def _reward(self, pool: ScoringPool | None, rewards: list) -> RewardWorker:
-        return RewardWorker(pool, self.model_dir, self.world, rewards, self.spec.rollout.max_response_tokens)
+    def _reward(self, rewards: list[Reward], pool: ScoringPool | None) -> RewardWorker:
+        models = load_reward_models(rewards, self.world, self.model_dir, self.spec.microbatch_tokens)
+        scorers = Scorers(rewards, pool, models)
+        return RewardWorker(scorers, self.model_dir, self.world, self.spec.rollout.max_response_tokens)

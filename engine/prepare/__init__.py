@@ -1,7 +1,7 @@
-"""The prepare stage: prompt files in, checked and tokenised Parquet shards with a manifest out.
+"""The prepare stage: files of prompts, demonstrations and pairs in, checked and tokenised Parquet shards out.
 
 Rows are streamed: besides one batch and one row group, memory holds 16 bytes (in a Python set, about 100) a prompt, the
-digests by which repeated and overlapping prompts are found. The eval set is read first. A training row that asks the
+digests by which repeated and overlapping rows are found. Held-out sets are read first. A training row that asks the
 same, whatever its system message, is bad; rows that this stage generates itself are drawn again instead.
 """
 
@@ -23,19 +23,16 @@ from engine.prepare.sources import source_files
 from engine.prepare.writing import Quarantine, ShardWriter
 from engine.spec import FileSource, PrepareSpec, PromptSetSpec, RunResult, hash_spec
 
-SETS = ("eval", "train")
-"""In the order they are read: training prompts are checked against the eval set's."""
-
 
 def run(job: Job, spec: PrepareSpec) -> RunResult:
-    """Prepare both sets, or find them already prepared from the same spec and sources.
+    """Prepare all sets, or find them already prepared from the same spec and sources.
 
     Raises:
         DataError: too many bad rows, no rows left, or sources that cannot be read. ModelError: no tokenizer, or no
             chat template for chat prompts. StoreError: a store that does not answer.
     """
     started = time.monotonic()
-    fingerprints = {name: _fingerprint(getattr(spec, name)) for name in SETS}
+    fingerprints: dict[str, Any] = {name: _fingerprint(source) for name, source in spec.sets.items()}
     fingerprints["tokenizer"] = _fingerprint_tokenizer(spec.tokenizer)
     manifest = _whole_output(spec, fingerprints)
     if manifest is None:
@@ -53,14 +50,15 @@ def _prepare(job: Job, spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[
         quarantine = Quarantine(job.dir / Quarantine.FILE)
         stack.callback(quarantine.close)
         sets: dict[str, Any] = {}
-        held_out: set[bytes] | None = None
-        for name in SETS:
+        held_out: set[bytes] = set()
+        for name, source in spec.sets.items():
             writer = ShardWriter(staged, name, spec.rows_per_shard)
-            builder = PromptSetBuilder(name, renderer, writer, quarantine, held_out)
-            builder.read(getattr(spec, name), lambda rows, bad, name=name: job.progress(
+            is_held_out = name.endswith("eval")
+            builder = PromptSetBuilder(name, renderer, writer, quarantine, None if is_held_out else held_out)
+            builder.read(source, lambda rows, bad, name=name: job.progress(
                 f"prepare {name}", rows=rows, bad=bad))
             sets[name] = builder.finish(spec.max_bad_share) | {"sources": fingerprints[name]}
-            held_out = builder.asked
+            held_out |= builder.asked
         quarantine.close()
         shutil.copyfile(quarantine.path, staged / Quarantine.FILE)
         manifest = {
@@ -136,9 +134,9 @@ def _whole_output(spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[str, 
     sets = manifest["sets"]
     if manifest["tokenizer"]["files"] != fingerprints["tokenizer"]:
         return None
-    if any(sets[name]["sources"] != fingerprints[name] for name in SETS):
+    if any(sets[name]["sources"] != fingerprints[name] for name in spec.sets):
         return None
-    files = [file for name in SETS for file in sets[name]["files"]] + [manifest["quarantine"]]
+    files = [file for name in spec.sets for file in sets[name]["files"]] + [manifest["quarantine"]]
     whole = all(_has_content(store.join(spec.output, file["name"]), file["sha256"]) for file in files)
     return manifest if whole else None
 
@@ -152,7 +150,7 @@ def _result(spec: PrepareSpec, manifest: dict[str, Any], seconds: float) -> RunR
     return RunResult(
         stage="prepare",
         outputs={"prompts": spec.output, "quarantine": store.join(spec.output, Quarantine.FILE)},
-        metrics={f"{name}/{count}": value for name in SETS for count, value in sets[name]["counts"].items()},
+        metrics={f"{name}/{count}": value for name in sets for count, value in sets[name]["counts"].items()},
         hashes={"spec": manifest["spec_sha256"], "tokenizer": manifest["tokenizer"]["sha256"],
-                **{f"prompts/{name}": sets[name]["sha256"] for name in SETS}},
+                **{f"prompts/{name}": sets[name]["sha256"] for name in sets}},
         timings_s={"prepare": seconds})

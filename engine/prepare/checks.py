@@ -29,6 +29,8 @@ class Candidate:
     tools: list[Any] | None = None
     question: str | None = None
     """Of a generated row: what is asked, before any template."""
+    responses: tuple[str, ...] = ()
+    """To train on: the demonstrated one, or the chosen and the rejected one."""
 
     @property
     def text(self) -> str:
@@ -42,7 +44,8 @@ class Candidate:
     def digest(self) -> bytes:
         """Of all that the model is given, white space around messages aside; not of the answer."""
         parts = self._turns()
-        return _digest([parts, self.tools] if self.tools else parts)
+        parts = [parts, self.tools] if self.tools else parts
+        return _digest({"prompt": parts, "responses": self.responses} if self.responses else parts)
 
     def asked_digest(self) -> bytes:
         """Of the task alone: a held-out question in other words of the system is still the held-out question."""
@@ -65,24 +68,28 @@ class _Wrong(ValueError):
     """What is wrong with a row: kind and reason."""
 
 
-def check_row(row: Row, source: FileSource, chat: bool) -> Candidate | BadRow:
+def check_row(row: Row, source: FileSource, chat: bool, responses: tuple[str, ...] = ()) -> Candidate | BadRow:
     """Read a row by the column names of its source.
 
     Args:
         chat: the tokenizer has a chat template, so that a string prompt is a user message.
+        responses: which ones a row of the set has, see `engine.spec.prepare.RESPONSES`.
     """
     try:
         fields = dict(row.fields)
         content = _check_prompt(_take(fields, source.prompt_field), source.prompt_field)
         if chat and isinstance(content, str):
             content = [{"role": "user", "content": content}]
-        answer = _as_text(_take(fields, source.answer_field)) if source.answer_field else ""
+        texts = _take_responses(fields, [getattr(source, f"{name}_field") for name in responses])
+        answered = source.answer_field is not None and not responses
+        answer = _as_text(_take(fields, source.answer_field)) if answered else ""
         task = fields.pop(source.task_field, None) if source.task_field else None
         tools = fields.pop(source.tools_field, None) if source.tools_field else None
         if tools is not None and not isinstance(tools, list):
             raise _Wrong("schema", f"{source.tools_field} is {type(tools).__name__}, not a list")
         task_name = _check_encodable(task) if isinstance(task, str) and task else _stem(row.file)
-        return Candidate(row.file, row.line, content, answer, task_name, _as_json(fields), _as_json(tools) or None)
+        return Candidate(row.file, row.line, content, answer, task_name, _as_json(fields), _as_json(tools) or None,
+                         responses=texts)
     except _Wrong as wrong:
         return BadRow(row.file, row.line, *wrong.args)
 
@@ -91,6 +98,18 @@ def _take(fields: dict[str, Any], name: str) -> Any:
     if fields.get(name) is None:
         raise _Wrong("schema", f"no field {name!r}")
     return fields.pop(name)
+
+
+def _take_responses(fields: dict[str, Any], names: list[str]) -> tuple[str, ...]:
+    texts = []
+    for name in names:
+        text = _take(fields, name)
+        if not isinstance(text, str):
+            raise _Wrong("schema", f"{name} is {type(text).__name__}, not a string")
+        texts.append(_check_text(text, name))
+    if len({text.strip() for text in texts}) < len(texts):
+        raise _Wrong("equal", f"{' and '.join(names)} are equal: the pair prefers nothing")
+    return tuple(texts)
 
 
 def _check_prompt(value: Any, name: str) -> str | list[dict[str, str]]:

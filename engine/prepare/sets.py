@@ -12,6 +12,7 @@ from engine.prepare.sources import ROWS_PER_BATCH, BadRow, read_file, source_fil
 from engine.prepare.writing import Quarantine, ShardWriter
 from engine.rewards import gym
 from engine.spec import FileSource, GeneratedSource, PromptSetSpec
+from engine.spec.prepare import set_responses
 
 TRIES_PER_ROW = 20
 """Rows drawn from a generator for each one wanted, before it is said to have no more different ones."""
@@ -26,8 +27,9 @@ class PromptSetBuilder:
 
     def __init__(self, name: str, renderer: Renderer, writer: ShardWriter, quarantine: Quarantine,
                  held_out: set[bytes] | None = None):
-        """Args: held_out: another set's `asked`, which this one may not ask; None: others are held to this one."""
+        """Args: held_out: `asked` of the held-out sets, which this one may not ask; None: it is one of them."""
         self.name = name
+        self._responses = set_responses(name)
         self.asked: set[bytes] = set()
         """Digests of what the set asks; empty when it has a `held_out`."""
         self.counts: Counter[str] = Counter()
@@ -81,7 +83,8 @@ class PromptSetBuilder:
     def _read(self, source: FileSource) -> Iterator[Unique | BadRow]:
         for file in source_files(source):
             for row in read_file(file):
-                candidate = row if isinstance(row, BadRow) else check_row(row, source, self._renderer.chat)
+                candidate = row if isinstance(row, BadRow) else check_row(
+                    row, source, self._renderer.chat, self._responses)
                 yield candidate if isinstance(candidate, BadRow) else self._first_of_its_kind(candidate)
 
     def _first_of_its_kind(self, candidate: Candidate) -> Unique | BadRow:
@@ -108,7 +111,9 @@ class PromptSetBuilder:
         for number, entry in enumerate(gym.generate(source), start=1):
             candidate = self._as_candidate(source, entry, file, number)
             digest = candidate.digest()
-            if digest in self._seen or entry["question"] in shown or not self._may_ask(candidate):
+            # Two templates may give one text.
+            same = len(set(candidate.responses)) < len(candidate.responses)
+            if same or digest in self._seen or entry["question"] in shown or not self._may_ask(candidate):
                 self.counts["redrawn"] += 1
             else:
                 self._seen.add(digest)
@@ -129,8 +134,11 @@ class PromptSetBuilder:
                 {"role": "user", "content": source.prompt.replace("{question}", shot.question)},
                 {"role": "assistant", "content": shot.response})]
             content = [*system, *shown, {"role": "user", "content": content}]
+        responses = tuple(
+            getattr(source, name).replace("{question}", entry["question"]).replace("{answer}", str(entry["answer"]))
+            for name in self._responses)
         return Candidate(file, number, content, str(entry["answer"]), source.task, gym.keep_entry(source, entry),
-                         question=entry["question"])
+                         question=entry["question"], responses=responses)
 
     def _flush(self) -> None:
         """Tokenise what was collected and write it, good and bad rows in their order."""
@@ -147,7 +155,7 @@ class PromptSetBuilder:
             else:
                 assert not isinstance(item, BadRow)
                 self.counts["good"] += 1
-                self.counts["tokens"] += len(outcome.ids)
+                self.counts["tokens"] += len(outcome.ids) + sum(map(len, outcome.responses))
                 self.counts["cut"] += outcome.cut
-                self._writer.add(*item, outcome.ids)
+                self._writer.add(*item, outcome)
         self._batch.clear()

@@ -39,7 +39,8 @@ class BadRow:
     file: str
     line: int
     kind: str
-    """What it is counted under: utf8, json, gzip, schema, empty, template, duplicate, overlap, overlong."""
+    """What it is counted under: utf8, json, gzip, schema, empty, equal, template, duplicate, overlap,
+    overlong."""
     reason: str
 
 

@@ -1,7 +1,6 @@
 """What the prepare stage writes: Parquet shards, the quarantine file, the manifest."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 
 from engine import store
 from engine.prepare.checks import Candidate
-from engine.prepare.rendering import messages_json
+from engine.prepare.rendering import Tokens, messages_json
 from engine.prepare.sources import BadRow
 from engine.prompts import SCHEMA
 
@@ -35,11 +34,11 @@ class ShardWriter:
         self._files: list[tuple[str, int]] = []
         (directory / name).mkdir()
 
-    def add(self, candidate: Candidate, digest: bytes, token_ids: Sequence[int]) -> None:
-        """Append one prompt."""
+    def add(self, candidate: Candidate, digest: bytes, tokens: Tokens) -> None:
+        """Append one row."""
         self._pending.append({
             "id": digest.hex()[:16], "task": candidate.task, "text": candidate.text, "answer": candidate.answer,
-            "messages": messages_json(candidate), "token_ids": token_ids,
+            "messages": messages_json(candidate), "token_ids": tokens.ids, "responses": tokens.responses or None,
             "metadata": json.dumps(candidate.metadata, sort_keys=True, ensure_ascii=False)})
         self._shard_rows += 1
         if self._shard_rows == self._rows_per_shard:

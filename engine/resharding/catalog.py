@@ -40,6 +40,7 @@ class LatentShape(ModelShape):
     num_shared_experts: int = 0
 
 
+SCORE = "score.weight"
 _MOE_NAMES = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.", {"gate": "w1", "down": "w2", "up": "w3"}),
     "qwen3_moe": ("mlp.gate", "mlp.experts.{}.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
@@ -48,12 +49,13 @@ _MOE_NAMES = {
 
 
 @lru_cache(maxsize=8)
-def catalog(shape: ModelShape, critic: bool = False) -> Mapping[str, LogicalTensor]:
+def catalog(shape: ModelShape, critic: bool = False, scored: bool = False) -> Mapping[str, LogicalTensor]:
     """Every tensor of the model by name, in checkpoint order. One mapping for all who ask: not to be changed.
 
     Args:
         shape: sizes of the model.
         critic: leave out the language-model head; a critic has a value head of its own, which no checkpoint holds.
+        scored: add the head of a reward model, by transformers' name for sequence classification with one label.
     Raises:
         ModelError: an expert family without experts.
     """
@@ -65,6 +67,8 @@ def catalog(shape: ModelShape, critic: bool = False) -> Mapping[str, LogicalTens
     table.append(LogicalTensor("model.norm.weight", (shape.hidden_size,), "final_norm"))
     if not shape.tied_embeddings and not critic:
         table.append(LogicalTensor("lm_head.weight", (shape.vocab_size, shape.hidden_size), "lm_head"))
+    if scored:
+        table.append(LogicalTensor(SCORE, (1, shape.hidden_size), "score"))
     return {tensor.name: tensor for tensor in table}
 
 

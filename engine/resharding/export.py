@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.resharding.catalog import SCORE
 from engine.resharding.execute import SyncOptions, WeightSync
 from engine.resharding.huggingface import FileSharding
 from engine.resharding.load import checked_entries
 from engine.resharding.placement import PAPER_CLUSTER, Placement
 from engine.resharding.plan import plan_rank
-from engine.resharding.safetensors_files import INDEX, SINGLE, Size, create_file
-from engine.resharding.sharding import Sharding
+from engine.resharding.safetensors_files import INDEX, SINGLE, Entry, Size, create_file
+from engine.resharding.sharding import Holdings, Sharding
 from engine.resharding.wire import Wire
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -46,10 +47,10 @@ def export_hf(model_dir: str | Path, out_dir: str | Path, sharding: Sharding, pa
     """Write the model as a Hugging Face directory. Collective over the default process group.
 
     Weights get the dtypes of `model_dir`'s files, so that what was not trained is written byte for byte as it was;
-    tied embeddings once, without vocabulary padding. Configuration, tokenizer and everything else that is not weights
-    is copied from there. Files are filled in place as slices arrive: no rank holds a tensor it has no part of, and the
-    memory of a transfer is one bucket. The directory appears whole, under its name, or not at all; one that exists is
-    replaced.
+    tied embeddings once, without vocabulary padding; a reward model's head beside its backbone. Configuration,
+    tokenizer and everything else that is not weights is copied from there. Files are filled in place as slices arrive:
+    no rank holds a tensor it has no part of, and the memory of a transfer is one bucket. The directory appears whole,
+    under its name, or not at all; one that exists is replaced.
 
     Args:
         model_dir: the Hugging Face directory the model started from, readable by every rank.
@@ -62,8 +63,7 @@ def export_hf(model_dir: str | Path, out_dir: str | Path, sharding: Sharding, pa
     """
     wire, out_dir = Wire(None, options.sync.timeout_s), Path(out_dir)
     holdings = sharding.holdings(wire.rank)
-    entries = checked_entries(model_dir, holdings)
-    sizes = {name: (entries[name].dtype, entries[name].shape) for name in holdings.tensors}
+    sizes = _sizes(checked_entries(model_dir, holdings, may_lack=(SCORE,)), holdings)
     writers = [rank for rank in range(wire.size) if options.placement.node(rank) == options.placement.node(0)]
     files = _divide(sizes, options.max_file_bytes, writers)
     # One name for all ranks, and another for every attempt: a dead attempt's leftovers are never mixed in.
@@ -77,6 +77,12 @@ def export_hf(model_dir: str | Path, out_dir: str | Path, sharding: Sharding, pa
     if wire.rank == 0:
         _finish_directory(partial, out_dir, files, sizes)
     wire.agree("naming of the export directory")
+
+
+def _sizes(entries: Mapping[str, Entry], holdings: Holdings) -> dict[str, Size]:
+    """dtype and shape of each tensor to write; a head that the files do not have gets the dtype of its neighbours."""
+    first = next(iter(entries.values()))
+    return {name: (entries.get(name, first).dtype, tensor.shape) for name, tensor in holdings.tensors.items()}
 
 
 def _divide(sizes: Mapping[str, Size], max_bytes: int, writers: list[int]) -> list[_File]:

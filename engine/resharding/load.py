@@ -42,14 +42,18 @@ def load_hf(model_dir: str | Path, holdings: Holdings, params: Mapping[str, Tens
             view_of(params[piece.param], piece, box).copy_(source[relative(box, full_box(shape))])
 
 
-def checked_entries(model_dir: str | Path, holdings: Holdings) -> dict[str, Entry]:
+def checked_entries(model_dir: str | Path, holdings: Holdings, may_lack: tuple[str, ...] = ()) -> dict[str, Entry]:
     """The files' tensors, after comparing all of them with the catalog.
 
+    Args:
+        may_lack: tensors of the catalog that the files need not have.
     Raises:
         ModelError: as `load_hf`.
     """
     entries = read_entries(model_dir)
     for name, tensor in holdings.tensors.items():
+        if name not in entries and name in may_lack:
+            continue
         if name not in entries:
             raise ModelError(f"model {model_dir}: tensor {name} with shape {tensor.shape} is missing from its files")
         if entries[name].shape != tensor.shape:

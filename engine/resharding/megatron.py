@@ -207,6 +207,24 @@ class MegatronSharding(Sharding):
         return shapes
 
 
+class RewardModelSharding(MegatronSharding):
+    """A critic's backbone with its value head as one more tensor: a reward model, read from files and written to them.
+
+    Args and raises: as `MegatronSharding`.
+    """
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout):
+        super().__init__(shape, layout, critic=True)
+        self.tensors = catalog(shape, critic=True, scored=True)
+
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        return (f"{_HEAD}.",)
+
+    def _param_names(self, tensor: LogicalTensor, stage: int) -> list[str]:
+        return ["value_head.weight"] if tensor.part == "score" else super()._param_names(tensor, stage)
+
+
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:
     """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of `multiple` x tp."""
     return padded(vocab_size, multiple * tp)

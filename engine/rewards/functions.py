@@ -15,9 +15,9 @@ from engine.spec.reward import (
     LengthReward,
     MathVerifyReward,
     NumericMatchReward,
+    PooledReward,
     ReasoningGymReward,
     RegexReward,
-    RewardBase,
 )
 
 RewardFunction = Callable[[Case], Verdict]
@@ -25,7 +25,7 @@ ANSWER_FORMAT_ERROR = Verdict(0.0, format_error=True)
 NUMBER = re.compile(r"([+-]?)\s*\$?(\d[\d,_]*\.?\d*|\.\d+)(?:\s*/\s*(\d[\d,_]*\.?\d*))?\s*(%?)\.?", re.ASCII)
 
 
-def reward_function(reward: RewardBase) -> RewardFunction:
+def reward_function(reward: PooledReward) -> RewardFunction:
     """The function that scores one case by `reward`."""
     return _BUILDERS[type(reward)](reward)
 

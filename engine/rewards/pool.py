@@ -1,5 +1,6 @@
 """The process pool that scores responses: a time limit per sample, and nothing a verifier does can end the run."""
 
+import math
 import os
 import selectors
 import time
@@ -14,7 +15,7 @@ from engine.prompts import Prompt
 from engine.rewards.judge import Judge
 from engine.rewards.outcome import Case, Outcome
 from engine.rewards.workers import ForkServer, Result, Unit, Worker
-from engine.spec.reward import JudgeReward, Reward, reward_names
+from engine.spec.reward import JudgeReward, PooledReward, RewardBase, reward_names
 
 MAX_CHUNK = 32
 """Verifier calls sent to a worker at once: bounds what is sent again when it is killed."""
@@ -65,6 +66,15 @@ class Scores:
         """[N] some reward's pattern or schema did not match."""
         return self._any(Outcome.FORMAT_ERROR)
 
+    def plus(self, name: str, reward: RewardBase, column: Sequence[float]) -> "Scores":
+        """The same with one more reward, whose scores [N] are given; one that is not finite is an error and stays."""
+        outcomes = [Outcome.SCORED if math.isfinite(score) else Outcome.ERROR for score in column]
+        bad = [row for row, outcome in enumerate(outcomes) if outcome is Outcome.ERROR]
+        return Scores(
+            [total + reward.weight * score for total, score in zip(self.total, column, strict=True)],
+            self.by_name | {name: list(column)}, self.outcomes | {name: outcomes},
+            self.messages + [f"reward {name}, row {row}: its score is {column[row]}" for row in bad[:MAX_MESSAGES]])
+
     def _any(self, outcome: Outcome) -> list[bool]:
         return [any(column[row] is outcome for column in self.outcomes.values()) for row in range(len(self.total))]
 
@@ -72,7 +82,7 @@ class Scores:
 class ScoringPool:
     """Worker processes, started once, that score by a list of rewards. Use as a context manager or call `close`."""
 
-    def __init__(self, rewards: Sequence[Reward], num_workers: int | None = None):
+    def __init__(self, rewards: Sequence[PooledReward], num_workers: int | None = None):
         """Starts the workers and returns at once; the first `score` waits for them.
 
         Args:
@@ -198,7 +208,7 @@ class ScoringPool:
 class _Run:
     """The state of one `score` call: what is to be done, and what came back."""
 
-    def __init__(self, rewards: list[Reward], items: Sequence[Scorable], chunk_size: int):
+    def __init__(self, rewards: list[PooledReward], items: Sequence[Scorable], chunk_size: int):
         self._rewards, self._items, self._chunk_size = rewards, items, chunk_size
         local = [index for index, reward in enumerate(rewards) if not isinstance(reward, JudgeReward)]
         self._todo: deque[Unit] = deque((row, index) for row in range(len(items)) for index in local)

@@ -10,11 +10,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from engine.errors import SpecError
 from engine.spec.base import Spec
 from engine.spec.evaluate import EvaluateSpec
+from engine.spec.finetune import FinetuneSpec
 from engine.spec.prepare import PrepareSpec
 from engine.spec.report import ReportSpec
 from engine.spec.train import TrainSpec
 
-RunSpec = Annotated[PrepareSpec | TrainSpec | EvaluateSpec | ReportSpec, Field(discriminator="stage")]
+RunSpec = Annotated[PrepareSpec | FinetuneSpec | TrainSpec | EvaluateSpec | ReportSpec, Field(discriminator="stage")]
 _ADAPTER: TypeAdapter = TypeAdapter(RunSpec)
 
 SPEC_FILE = "spec.json"
@@ -33,7 +34,7 @@ class RunResult(Spec):
 
     stage: str
     outputs: dict[str, str] = {}
-    """Named URIs. prepare: `prompts`; train: `checkpoint`, `export`; evaluate: `evaluation`, `samples`;
+    """Named URIs. prepare: `prompts`; finetune and train: `checkpoint`, `export`; evaluate: `evaluation`, `samples`;
     report: `report`."""
     metrics: dict[str, float] = {}
     """evaluate calls them `<model>/<metric>`, for example `base/mean_reward` and `stage_1/mean_reward`."""

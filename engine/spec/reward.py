@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from engine.spec.base import Count, Share, Spec
+from engine.spec.base import URI, Count, Share, Spec
 
 
 def _compiles(pattern: str) -> str:
@@ -30,13 +30,18 @@ class RewardBase(Spec):
     """In metrics; None: the kind, with a number behind it where it repeats."""
     weight: float = 1.0
     """Factor in the sum of rewards."""
+
+
+class PooledReward(RewardBase):
+    """What rewards have in common that processes beside the engine compute, one sample at a time."""
+
     timeout_s: float = Field(5.0, gt=0)
     """Seconds one sample may take."""
     on_error: float = 0.0
     """Score of a sample whose scoring raised or ran out of time; it is counted, it never ends the run."""
 
 
-class AnswerReward(RewardBase):
+class AnswerReward(PooledReward):
     """A reward that takes an answer out of the response first. A response that `pattern` does not match scores 0."""
 
     pattern: Pattern = WHOLE_RESPONSE
@@ -70,14 +75,14 @@ class MathVerifyReward(AnswerReward):
     kind: Literal["math_verify"] = "math_verify"
 
 
-class RegexReward(RewardBase):
+class RegexReward(PooledReward):
     """1 when the whole response matches."""
 
     kind: Literal["regex"] = "regex"
     pattern: Pattern
 
 
-class JsonSchemaReward(RewardBase):
+class JsonSchemaReward(PooledReward):
     """1 when the response is JSON that the schema accepts, `parse_score` when it is JSON but not accepted, else 0."""
 
     kind: Literal["json_schema"] = "json_schema"
@@ -86,13 +91,13 @@ class JsonSchemaReward(RewardBase):
     parse_score: Share = 0.0
 
 
-class LengthReward(RewardBase):
+class LengthReward(PooledReward):
     """Minus the share of the allowed length that the response used."""
 
     kind: Literal["length"] = "length"
 
 
-class CodeReward(RewardBase):
+class CodeReward(PooledReward):
     """Share of the row's unit tests that the code in the response passes, in a sandboxed process.
 
     The row's metadata has `tests`: a list of Python texts, each run after the response's code in a fresh interpreter.
@@ -109,7 +114,7 @@ class CodeReward(RewardBase):
     """1 when all tests pass and else 0, instead of the share."""
 
 
-class JudgeReward(RewardBase):
+class JudgeReward(PooledReward):
     """A remote model's grade, over the OpenAI-compatible chat API, divided by `scale`.
 
     The key comes from the environment variable RATCHET_JUDGE_KEY, if there is one.
@@ -133,9 +138,21 @@ class JudgeReward(RewardBase):
     max_requests_per_s: float = Field(20.0, gt=0)
 
 
+class RewardModelReward(RewardBase):
+    """A trained reward model's score of prompt and response, read at the last token; on the job's own ranks.
+
+    It reads the sampled tokens, so its tokenizer must be the policy's. A score that is not finite is counted as an
+    error and stays: the iteration is skipped by it.
+    """
+
+    kind: Literal["reward_model"] = "reward_model"
+    model: URI
+    """What a finetune job of kind `reward_model` exported; a path that all ranks share."""
+
+
 Reward = Annotated[
     ReasoningGymReward | ExactMatchReward | NumericMatchReward | MathVerifyReward | RegexReward | JsonSchemaReward
-    | LengthReward | CodeReward | JudgeReward,
+    | LengthReward | CodeReward | JudgeReward | RewardModelReward,
     Field(discriminator="kind"),
 ]
 

@@ -44,32 +44,20 @@ class RolloutSpec(Spec):
     """Give the memory of generation back while training; False keeps it for a faster return to generation."""
 
 
-class TrainSpec(Spec):
-    """Some iterations of an algorithm, from a model or from the checkpoint of the stage before."""
+class TrainingSpec(Spec):
+    """What all stages that train models have in common."""
 
-    stage: Literal["train"] = "train"
+    stage: str
     schema_version: Literal[1] = 1
     model: URI
-    """Hugging Face directory the policy, the critic's backbone and the reference start from."""
+    """Hugging Face directory that every model of the job starts from."""
     prompts: URI
-    """Output directory of the prepare stage; `train/` is used."""
-    algorithm: Algorithm
-    rewards: list[Reward] = Field(min_length=1)
+    """Output directory of the prepare stage."""
     layout: ParallelLayout = ParallelLayout()
     sequence_parallel: bool = False
     """Divide norms and residuals over the tp ranks, by tokens."""
-    rollout: RolloutSpec
-    actor: OptimizerSpec
-    critic: OptimizerSpec | None = None
-    """Needed by algorithms with a critic."""
     iterations: Count
     """Iterations of this stage."""
-    prompts_per_iteration: Count
-    """P: prompts of one iteration, over all ranks."""
-    minibatches: Count = 1
-    """Optimizer steps one pass over an iteration's samples is divided into."""
-    epochs: Count = 1
-    """Passes over an iteration's samples."""
     microbatch_tokens: Count = 4096
     """Token budget of one forward on one rank, padding included."""
     resume_from: URI | None = None
@@ -81,9 +69,30 @@ class TrainSpec(Spec):
     checkpoints_kept: Count = 2
     """Newest checkpoints of the stage that are kept."""
     export_dir: URI
-    """Where the Hugging Face directory of the trained policy goes."""
+    """Where the Hugging Face directory of the trained model goes."""
     seed: int = 0
     tracking: TrackingSpec = TrackingSpec()
+
+
+class TrainSpec(TrainingSpec):
+    """Some iterations of an RL algorithm, from a model or from the checkpoint of the stage before.
+
+    The policy, the critic's backbone and the reference start from `model`; of `prompts`, the set `train` is used.
+    """
+
+    stage: Literal["train"] = "train"
+    algorithm: Algorithm
+    rewards: list[Reward] = Field(min_length=1)
+    rollout: RolloutSpec
+    actor: OptimizerSpec
+    critic: OptimizerSpec | None = None
+    """Needed by algorithms with a critic."""
+    prompts_per_iteration: Count
+    """P: prompts of one iteration, over all ranks."""
+    minibatches: Count = 1
+    """Optimizer steps one pass over an iteration's samples is divided into."""
+    epochs: Count = 1
+    """Passes over an iteration's samples."""
 
     @property
     def samples_per_iteration(self) -> int:

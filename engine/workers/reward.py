@@ -1,4 +1,4 @@
-"""The reward role: turns responses into text, scores them in the pool, and tells all ranks of the replica."""
+"""The reward role: scores responses by text and by reward models, and tells all ranks of the replica."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.prompts import Prompt
 from engine.rewards.outcome import Outcome
-from engine.rewards.pool import Scorable, Scores, ScoringPool
-from engine.spec.reward import RewardBase, reward_names
+from engine.rewards.pool import Scorable, Scores
+from engine.workers.scorers import Scorers
 
 if TYPE_CHECKING:
     from engine.backends.megatron.parallel import World
@@ -44,13 +44,12 @@ def response_texts(tokenizer: Detokeniser, responses: Sequence[Sequence[int]], t
 class RewardWorker:
     """Scores on one rank of each data-parallel replica; the other ranks of the replica receive the scores."""
 
-    def __init__(self, pool: ScoringPool | None, model_dir: str | Path, world: "World", rewards: Sequence[RewardBase],
-                 max_response_tokens: int):
-        """Args: pool: of `rewards`, on the lead rank of each replica, else None; model_dir: where the tokenizer is."""
-        assert (pool is not None) == world.is_lead, f"rank {world.rank}: lead ranks, and only they, have a scoring pool"
-        self._pool, self._world, self._max_response_tokens = pool, world, max_response_tokens
-        self._names = reward_names(rewards)
-        self._tokenizer = _load_tokenizer(model_dir) if pool else None
+    def __init__(self, scorers: Scorers, model_dir: str | Path, world: "World", max_response_tokens: int):
+        """Args: scorers: with a pool on the lead rank of each replica, if it needs one; model_dir: of the tokenizer."""
+        assert scorers.pool is None or world.is_lead, f"rank {world.rank}: only lead ranks have a scoring pool"
+        self._scorers, self._world, self._max_response_tokens = scorers, world, max_response_tokens
+        self._names = scorers.names
+        self._tokenizer = _load_tokenizer(model_dir) if scorers.pool else None
         self.messages: list[str] = []
         """The first errors of the last call, one line each; on lead ranks."""
         # Rows, sum of total scores, of their squares; then for each reward the sum of its scores and three counts.
@@ -68,8 +67,10 @@ class RewardWorker:
         """
         rows = len(batch["sample_ids"])
         message = torch.zeros(rows + len(self._sums), dtype=torch.float64)
-        if self._pool:
-            scores = self._pool.score(self._scorables(batch, prompts, samples_per_prompt))
+        of_models = self._scorers.model_scores(batch)
+        if self._world.is_lead:
+            items = self._scorables(batch, prompts, samples_per_prompt) if self._scorers.pool else []
+            scores = self._scorers.score(items, of_models)
             self.messages = scores.messages
             message = torch.cat([torch.tensor(scores.total, dtype=torch.float64), self._summarise(scores)])
         message = self._broadcast(message.to(batch["input_ids"].device))

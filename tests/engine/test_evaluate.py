@@ -12,7 +12,7 @@ from engine.job import Job
 from engine.spec import EvaluateSpec, RunResult, parse_spec
 from engine.spec.evaluation import Evaluation, SampleRecord
 from tests.engine.multiprocess import run_ranks
-from tests.engine.tiny_models import copy_with_new_weights, make_tiny_model
+from tests.engine.tiny_models import classifier_scores, copy_with_new_weights, make_reward_model, make_tiny_model
 from tests.engine.vllm_process import in_vllm
 
 FIRST_DIGIT = {"kind": "exact", "pattern": r"(?s)\D*(\d).*"}
@@ -113,6 +113,26 @@ def _greedy_with_transformers(directory: Path, questions: list[str]) -> list[str
                                  max_new_tokens=12)[0, len(ids):].tolist()
         texts.append(tokenizer.decode(out[: out.index(2)] if 2 in out else out))
     return texts
+
+
+def test_a_reward_model_adds_to_the_other_rewards(world, both, tmp_path):
+    from transformers import AutoTokenizer
+
+    judge = make_reward_model(world / "other", tmp_path / "reward_model")
+    spec = spec_of(world, "base", rewards=[FIRST_DIGIT, {"kind": "reward_model", "model": str(judge), "weight": 2}])
+    _, _, samples = in_vllm(evaluate, spec, tmp_path / "job")
+    tokenizer = AutoTokenizer.from_pretrained(world / "base")
+    sequences = []
+    for sample in samples:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": sample.prompt}], add_generation_prompt=True, return_dict=False)
+        # One token a character or name; the end token, which the text lacks, is the rest.
+        ids = tokenizer.convert_tokens_to_ids(re.findall(r"<\w+>|.", sample.response))
+        sequences.append(prompt + ids + [2] * (sample.tokens - len(ids)))
+    without = {(s.id, s.response): s.score for s in both[2] if s.model == "base"}
+    expected = [without[s.id, s.response] + 2 * score
+                for s, score in zip(samples, classifier_scores(judge, sequences), strict=True)]
+    assert [s.score for s in samples] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_the_scores_of_a_model_do_not_depend_on_batch_size_order_or_company(world, both, tmp_path):

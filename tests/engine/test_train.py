@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_evaluate import prepare_prompts
-from tests.engine.tiny_models import make_tiny_model
+from tests.engine.tiny_models import make_reward_model, make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -121,6 +121,17 @@ def test_a_stage_starts_where_the_stage_before_ended(world, undisturbed):
     assert result["policy_version"] == 3
     expected, found = weights_of(str(undisturbed / "export")), weights_of(str(second / "export"))
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def test_a_reward_model_scores_what_is_generated(world):
+    make_reward_model(world / "base", world / "reward_model")
+    rewards = [{"kind": "regex", "pattern": "(?s).{0,3}[a-m].*"},
+               {"kind": "reward_model", "model": str(world / "reward_model"), "weight": 0.5}]
+    job = write_job(world, "reward-model", rewards=rewards, iterations=2, layout={"dp": 2})
+    run(job)
+    for row in metrics_of(job):
+        assert row["reward/reward_model/mean"] != 0 and row["reward/errors"] == 0
+        assert row["reward/mean"] == pytest.approx(row["reward/regex/mean"] + 0.5 * row["reward/reward_model/mean"])
 
 
 @pytest.mark.parametrize(("layout", "generation"), [({"tp": 2}, 1), ({"pp": 2}, 2), ({"dp": 2}, 1)])

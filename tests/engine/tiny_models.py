@@ -65,3 +65,29 @@ def copy_with_new_weights(source: Path, target: Path, seed: int) -> Path:
     weights = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
     return target
+
+
+def make_reward_model(source: Path, target: Path, seed: int = 0) -> Path:
+    """The backbone of a model under a random head, as a sequence classifier; returns `target`."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    weights = load_file(target / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    hidden = weights["model.norm.weight"].shape[0]
+    weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def classifier_scores(directory: Path, sequences: list[list[int]]) -> list[float]:
+    """Scores of whole sequences by transformers, one at a time: without padding the last token is the last one."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).logits.item() for ids in sequences]

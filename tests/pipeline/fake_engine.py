@@ -37,7 +37,7 @@ def default_result(stage: str, directory: Path, spec: dict) -> dict:
     if stage == "prepare":
         Path(spec["output"]).mkdir(parents=True, exist_ok=True)
         return {"outputs": {"prompts": spec["output"]}, "hashes": {"prompts": "p" * 64}}
-    if stage == "train":
+    if stage in ("finetune", "train"):
         export = Path(spec["export_dir"])
         export.mkdir(parents=True, exist_ok=True)
         (export / "model.safetensors").write_bytes(str(export).encode())

@@ -27,6 +27,16 @@ class VocabShard:
     """The tp ranks."""
 
 
+class TokenLogprobs(NamedTuple):
+    """What the distributions say of the chosen tokens; each [N] float32, equal on all tp ranks."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    """Nats; None unless asked for."""
+    highest: Tensor
+    """Logprobs of the likeliest tokens, without gradient: equal to `logprobs` where the greedy choice was taken."""
+
+
 class _Options(NamedTuple):
     scale: float
     start: int
@@ -36,7 +46,7 @@ class _Options(NamedTuple):
 
 
 def token_logprobs(hidden: Tensor, shard: VocabShard, targets: Tensor, temperature: float,
-                   with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+                   with_entropy: bool) -> TokenLogprobs:
     """log softmax(hidden @ W^T / temperature) at `targets`, differentiable in hidden and W.
 
     Args:
@@ -45,18 +55,17 @@ def token_logprobs(hidden: Tensor, shard: VocabShard, targets: Tensor, temperatu
         targets: [N] int64 token ids.
         temperature: what the sampler divided its logits by.
         with_entropy: also return the entropy of each distribution (one more pass over the logits).
-    Returns:
-        [N] float32 logprobs and, if asked for, [N] float32 entropies in nats; equal on all tp ranks.
     """
     keep = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
     options = _Options(1.0 / temperature, shard.start, shard.group, with_entropy, keep)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, shard.weight, targets, options)
-    return logprobs, entropy if with_entropy else None
+    logprobs, entropies, highest = _TokenLogprobs.apply(hidden, shard.weight, targets, options)
+    return TokenLogprobs(logprobs, entropies if with_entropy else None, highest)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor,
+                options: _Options) -> tuple[Tensor, Tensor, Tensor]:
         rows, vocab = hidden.shape[0], weight.shape[0]
         local = targets - options.start
         mine = (local >= 0) & (local < vocab)
@@ -81,10 +90,12 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, local, mine, lse, entropy)
         ctx.logits, ctx.scale = logits, options.scale
         ctx.set_materialize_grads(False)
-        return target - lse, entropy
+        highest = largest - lse
+        ctx.mark_non_differentiable(highest)
+        return target - lse, entropy, highest
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, unused: None) -> tuple[Tensor | None, ...]:
         hidden, weight, local, mine, lse, entropy = ctx.saved_tensors
         gradient = ctx.logits
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs

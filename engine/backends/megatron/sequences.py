@@ -39,31 +39,41 @@ def divide(batch: TensorDict, token_budget: int) -> list[list[list[int]]]:
     """Rows of each sequence of each microbatch; every row exactly once.
 
     Responses to the same prompt share a sequence as long as that makes attention no dearer: it grows with the square
-    of the sequence, and a mask spares nothing. So long responses to a short prompt stay apart.
+    of the sequence, and a mask spares nothing. So long responses to a short prompt stay apart. The two of a preference
+    pair always share one, so that no microbatch divides them.
 
     Args:
         batch: rows.
         token_budget: tokens of one microbatch, padding included. A longer row is a microbatch of its own.
     """
+    sequences = _pairs(batch) if "pair_ids" in batch.keys() else _siblings(batch, token_budget)
+    lengths, prompt_lengths = total_lengths(batch), batch["prompt_lengths"]
+    tokens = [int(lengths[rows].sum()) - (len(rows) - 1) * int(prompt_lengths[rows[0]]) for rows in sequences]
+    return [[sequences[index] for index in part] for part in pack(tokens, token_budget)]
+
+
+def _pairs(batch: TensorDict) -> list[list[int]]:
+    return [[row, row + 1] for row in range(0, len(batch), 2)]
+
+
+def _siblings(batch: TensorDict, token_budget: int) -> list[list[int]]:
+    """Rows that share a sequence because they have one prompt."""
     lengths, prompt_lengths = total_lengths(batch).tolist(), batch["prompt_lengths"].tolist()
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row, (ids, prompt_length) in enumerate(zip(batch["input_ids"].tolist(), prompt_lengths, strict=True)):
         by_prompt.setdefault(tuple(ids[:prompt_length]), []).append(row)
     sequences: list[list[int]] = []
-    tokens: list[int] = []
     for prompt, rows in by_prompt.items():
-        alone = 0
-        for place, row in enumerate(sorted(rows, key=lambda row: (-lengths[row], row))):
-            together = tokens[-1] + lengths[row] - len(prompt) if place else 0
+        tokens = alone = token_budget + 1  # So that the first row starts a sequence.
+        for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+            tokens += lengths[row] - len(prompt)
             alone += lengths[row] ** 2
-            if place and together <= token_budget and together**2 <= alone:
+            if tokens <= token_budget and tokens**2 <= alone:
                 sequences[-1].append(row)
-                tokens[-1] = together
             else:
                 sequences.append([row])
-                tokens.append(lengths[row])
-                alone = lengths[row] ** 2
-    return [[sequences[index] for index in part] for part in pack(tokens, token_budget)]
+                tokens, alone = lengths[row], lengths[row] ** 2
+    return sequences
 
 
 def microbatch(batch: TensorDict, sequences: list[list[int]], multiple: int, device: torch.device) -> Microbatch:

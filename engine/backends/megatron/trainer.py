@@ -22,7 +22,7 @@ from engine.batch import response_mask
 from engine.errors import NumericsError
 from engine.layout import read_model_shape
 from engine.resharding.load import load_hf
-from engine.resharding.megatron import MegatronSharding
+from engine.resharding.megatron import MegatronSharding, RewardModelSharding
 from engine.spec.train import OptimizerSpec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -218,13 +218,16 @@ class TrainedModel(Model):
             log.warning(message)
 
 
-def load_network(model_dir: str | Path, world: World, head: Head, **options: Any) -> CausalLM:
+def load_network(model_dir: str | Path, world: World, head: Head, *, scored: bool = False,
+                 **options: Any) -> CausalLM:
     """Build this rank's part of a Hugging Face model and load its weights (a critic's value head starts at zero).
 
-    Args: see `build_model`.
+    Args: scored: the directory is a reward model's, and the value head is loaded from it; else see `build_model`.
     """
     network = build_model(model_dir, world, head, **options)
-    sharding = MegatronSharding(read_model_shape(model_dir), world.layout, critic=head == "values")
+    shape = read_model_shape(model_dir)
+    sharding = RewardModelSharding(shape, world.layout) if scored \
+        else MegatronSharding(shape, world.layout, critic=head == "values")
     load_hf(model_dir, sharding.holdings(world.rank), dict(network.named_parameters()))
     return network
 

@@ -122,3 +122,31 @@ def value_loss(values, old, returns, mask, clip):
 def kl(estimator, logprob, ref):
     d = logprob - ref
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x)) if x >= 0 else x - math.log1p(math.exp(x))
+
+
+def sft_loss(logprobs, mask):
+    flat = [logprobs[b][r] for b, row in enumerate(mask) for r in steps(row)]
+    return -math.fsum(flat) / max(len(flat), 1)
+
+
+def bradley_terry_loss(pairs, margin, centering):
+    losses = [-log_sigmoid(c - r - margin) + centering * (c + r) ** 2 for c, r in pairs]
+    return math.fsum(losses) / len(losses)
+
+
+def dpo_loss(pairs, beta, smoothing):
+    """pairs: (chosen, rejected, ref_chosen, ref_rejected) sequence logprobs."""
+    total = 0.0
+    for chosen, rejected, ref_chosen, ref_rejected in pairs:
+        lead = beta * (chosen - ref_chosen) - beta * (rejected - ref_rejected)
+        total -= (1 - smoothing) * log_sigmoid(lead) + smoothing * log_sigmoid(-lead)
+    return total / len(pairs)
+
+
+def ipo_loss(pairs, beta):
+    errors = [((c - rc) - (r - rr) - 1 / (2 * beta)) ** 2 for c, r, rc, rr in pairs]
+    return math.fsum(errors) / len(errors)

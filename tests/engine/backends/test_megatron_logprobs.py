@@ -22,7 +22,7 @@ def compare(temperature, chunk, dtype_name, starts):
     up = torch.randn(2, 9, generator=generator)
     own = weight[starts[world.rank] : starts[world.rank + 1]].clone().requires_grad_()
     shard = head.VocabShard(own, starts[world.rank], world.groups.tp)
-    logprobs, entropies = head.token_logprobs(hidden, shard, targets, temperature, with_entropy=True)
+    logprobs, entropies, highest = head.token_logprobs(hidden, shard, targets, temperature, with_entropy=True)
     (logprobs * up[0] + entropies * up[1]).sum().backward()
     dist.all_reduce(hidden.grad, group=world.groups.tp)
 
@@ -33,10 +33,12 @@ def compare(temperature, chunk, dtype_name, starts):
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype_name == "float32" else {"rtol": 0.05, "atol": 0.1}
     torch.testing.assert_close(logprobs, expected, **close)
     torch.testing.assert_close(entropies, entropy, **close)
+    torch.testing.assert_close(highest, table.amax(-1), **close)
+    assert (logprobs >= highest).equal(targets == table.argmax(-1)) and not highest.requires_grad
     torch.testing.assert_close(hidden.grad.float(), x.grad, **close)
     torch.testing.assert_close(own.grad.float(), w.grad[starts[world.rank] : starts[world.rank + 1]], **close)
     with torch.no_grad():
-        again, nothing = head.token_logprobs(hidden, shard, targets, temperature, with_entropy=False)
+        again, nothing, _ = head.token_logprobs(hidden, shard, targets, temperature, with_entropy=False)
     assert nothing is None
     torch.testing.assert_close(again, logprobs.detach(), rtol=0, atol=1e-6)
 
@@ -61,7 +63,7 @@ def extreme():
 
     shard = VocabShard(torch.tensor([[1e4], [-1e4], [0.0]]), 0, dist.group.WORLD)
     hidden = torch.ones(3, 1, requires_grad=True)
-    logprobs, entropies = token_logprobs(hidden, shard, torch.tensor([0, 1, 2]), 1.0, with_entropy=True)
+    logprobs, entropies, _ = token_logprobs(hidden, shard, torch.tensor([0, 1, 2]), 1.0, with_entropy=True)
     (logprobs + entropies).sum().backward()
     assert logprobs.tolist() == [0.0, -2e4, -1e4]
     assert entropies.tolist() == [0.0, 0.0, 0.0]

@@ -48,6 +48,15 @@ def test_a_long_prompt_is_computed_once_and_a_short_one_is_not_shared():
     assert [len(part) for part in divide(batch_of([(60, [15] * 8)]), 100)] == [1] * 4, "no more than the budget"
 
 
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6),
+       st.integers(1, 120))
+def test_a_preference_pair_is_one_sequence_in_its_order(pairs, budget):
+    batch = batch_of([(prompt, [chosen, rejected]) for prompt, chosen, rejected in pairs])
+    batch["pair_ids"] = torch.arange(len(batch)) // 2
+    found = sorted(sequence for part in divide(batch, budget) for sequence in part)
+    assert found == [[2 * n, 2 * n + 1] for n in range(len(pairs))]
+
+
 @given(GROUPS, st.sampled_from([1, 4]))
 def test_each_response_sees_its_prompt_and_itself_and_stands_where_it_would_alone(groups, multiple):
     batch = batch_of(groups)

@@ -9,6 +9,7 @@ from engine.prompts import Prompt
 from engine.rewards.pool import ScoringPool
 from engine.spec.reward import ExactMatchReward, LengthReward, NumericMatchReward
 from engine.workers.reward import RewardWorker, response_texts
+from engine.workers.scorers import Scorers
 from tests.engine.multiprocess import shared_ranks
 from tests.engine.text_tokenizer import make_text_tokenizer
 
@@ -55,7 +56,7 @@ def score_on_rank(directory, layout):
     batch, prompts = make_rows(load(directory), world.dp_size, world.dp_rank)
     pool = ScoringPool(REWARDS, num_workers=1) if world.is_lead else None
     try:
-        worker = RewardWorker(pool, directory, world, REWARDS, max_response_tokens=8)
+        worker = RewardWorker(Scorers(REWARDS, pool), directory, world, max_response_tokens=8)
         scored = worker.score(batch, prompts, G)
         scores = dict(zip(scored["sample_ids"].tolist(), scored["scores"].tolist(), strict=True))
         metrics = worker.take_metrics()
@@ -91,7 +92,7 @@ def test_rows_of_other_prompts_are_never_scored(tokenizer_dir):
     batch, prompts = make_rows(tokenizer, 1, 0)
     world = SimpleNamespace(is_lead=True, rank=0, dp_size=1, device=torch.device("cpu"))
     with ScoringPool(REWARDS, num_workers=1) as pool:
-        worker = RewardWorker(pool, tokenizer_dir, world, REWARDS, max_response_tokens=8)
+        worker = RewardWorker(Scorers(REWARDS, pool), tokenizer_dir, world, max_response_tokens=8)
         with pytest.raises(AssertionError, match="does not start with the tokens of prompt"):
             worker.score(batch, prompts[::-1], G)
         with pytest.raises(AssertionError, match="samples_per_prompt is not 3"):

@@ -53,7 +53,11 @@ def upstream(dag, task_id):
 def test_stages_follow_each_other_and_the_candidate_waits_for_all(dags):
     dag = dags["train_ppo"]
     assert upstream(dag, "prepare") == {"begin"}
-    assert upstream(dag, "stage_1.train") == {"prepare"}
+    assert upstream(dag, "sft") == {"prepare"}
+    assert upstream(dag, "reward_model") == upstream(dag, "dpo") == {"sft"}
+    assert upstream(dag, "stage_1.train") == {"reward_model", "dpo"}
+    for task in ("sft", "reward_model", "dpo", "stage_1.train"):
+        assert dag.get_task(task).trigger_rule == "none_failed", "a section that the preset lacks is skipped"
     for k in range(1, 5):
         assert upstream(dag, f"stage_{k}.evaluate") == {f"stage_{k}.train"}
     for k in range(2, 5):
@@ -73,7 +77,7 @@ def test_training_never_runs_twice_at_once_nor_catches_up(dags):
     dag = dags["train_ppo"]
     assert dag.max_active_runs == 1 and dag.catchup is False and dag.schedule is None
     for task in dag.tasks:
-        on_gpus = task.task_id.endswith(("train", "evaluate"))
+        on_gpus = task.task_id.endswith(("train", "evaluate", "sft", "reward_model", "dpo"))
         assert task.pool == ("gpus" if on_gpus else "default_pool")
         assert task.retries >= 5 and task.retry_exponential_backoff
 

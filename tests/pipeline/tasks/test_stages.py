@@ -33,6 +33,69 @@ PROMPTS = {"outputs": {"prompts": "/store/prompts"}}
 TRAINED = {"outputs": {"checkpoint": "/store/c/step-3", "export": "/store/e"}}
 
 
+def rlhf(**changes):
+    """A preset with all sections before RL."""
+    source = {"kind": "reasoning_gym", "task": "chain_sum", "size": 8, "rejected": "no"}
+    sets = {name: {"sources": [{**source, "seed": seed}]} for seed, name in enumerate(
+        ("train", "eval", "sft", "sft_eval", "preferences", "preferences_eval"))}
+    section = {"optimizer": {"lr": 1e-3}, "iterations": 2, "rows_per_iteration": 4}
+    trained = [{"kind": "exact"}, {"kind": "reward_model", "model": "trained", "weight": 0.5}]
+    return preset(**{
+        "prepare": {"max_prompt_tokens": 32, "max_sequence_tokens": 48, **sets}, "sft": section,
+        "reward_model": {**section, "objective": {"kind": "reward_model", "margin": 0.1}},
+        "dpo": {**section, "objective": {"kind": "ipo"}}, "train": train_section(rewards=trained), **changes})
+
+
+@pytest.mark.parametrize(("sections", "policy", "reward_model"), [
+    ((), "/models/tiny", None),
+    (("sft",), "/store/runs/r/sft/export", None),
+    (("reward_model",), "/models/tiny", "/models/tiny"),
+    (("sft", "reward_model"), "/store/runs/r/sft/export", "/store/runs/r/sft/export"),
+    (("sft", "reward_model", "dpo"), "/store/runs/r/dpo/export", "/store/runs/r/sft/export"),
+    (("dpo",), "/store/runs/r/dpo/export", None),
+])
+def test_each_part_of_the_chain_starts_from_what_was_trained_before_it(sections, policy, reward_model):
+    whole = rlhf()
+    changes = {name: whole[name] if name in sections else None for name in pipeline.FINETUNED}
+    if "reward_model" not in sections:
+        changes["train"] = train_section()
+    run = run_of(pipeline.parse_pipeline(whole | changes), prepare=PROMPTS, stage_1__train=TRAINED)
+    assert run.pipeline.finetuned == sections
+    for stage in (1, 2):
+        assert stages.train_spec(run, stage).model == policy
+    if "sft" in sections:
+        assert stages.finetune_spec(run, "sft").model == "/models/tiny"
+    if reward_model:
+        made = stages.finetune_spec(run, "reward_model")
+        assert (made.model, made.objective.margin) == (reward_model, 0.1)
+        used = stages.train_spec(run, 1).rewards[1]
+        assert used.model == made.export_dir == "/store/runs/r/reward_model/export" and used.weight == 0.5
+    if "dpo" in sections:
+        assert stages.finetune_spec(run, "dpo").objective.kind == "ipo"
+
+
+def test_a_review_scores_with_the_reward_model_of_the_run():
+    judged = {"rewards": [{"kind": "reward_model", "model": "trained"}], "max_response_tokens": 8}
+    run = run_of(pipeline.parse_pipeline(rlhf(evaluate=judged)))
+    spec = stages.comparison_spec(run, {"champion": "/c"}, prompts="/p")
+    assert spec.rewards[0].model == "/store/runs/r/reward_model/export"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"reward_model": None}, "reward_model: is missing, but train.rewards has the model 'trained'"),
+    ({"prepare": preset()["prepare"]}, "prepare.sft: is missing, but section sft trains on it"),
+    ({"sft": {"objective": {"kind": "dpo"}, "optimizer": {"lr": 1}, "iterations": 1, "rows_per_iteration": 1}},
+     "sft.objective.kind: must be sft (got 'dpo')"),
+    ({"dpo": {"optimizer": {"lr": 1}, "iterations": 1, "rows_per_iteration": 1, "model": "/x"}},
+     "dpo.model is set by the run; remove it (got '/x')"),
+    ({"sft": {"optimizer": {"lr": 1}, "iterations": 0, "rows_per_iteration": 1}},
+     "sft.iterations: Input should be greater than or equal to 1 (got '0')"),
+])
+def test_a_chain_whose_parts_do_not_fit_is_refused(change, said):
+    with pytest.raises(SpecError, match=re.escape(said)):
+        pipeline.parse_pipeline(rlhf(**change))
+
+
 def test_the_override_wins_over_the_form_and_the_form_over_the_preset():
     resolved = stages.resolve(preset(), stages.Form(iterations=7, lr=0.5, approval="automatic"),
                               {"train": {"actor": {"lr": 0.25}}})
