@@ -1,4 +1,4 @@
-"""Sequences that hold several responses: every row once, no more tokens or attention than separate rows, a true tree."""
+"""Sequences that hold several responses: every row once, no more tokens or attention than apart, a true tree."""
 
 import torch
 from hypothesis import given
