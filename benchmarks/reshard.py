@@ -1,13 +1,16 @@
 """One transition from training to generation, three ways, on gloo processes of this machine.
 
-    .venv/engine/bin/python benchmarks/reshard.py [--layers 12] [--hidden 1024] [--repeats 3] [--bucket-mib 64]
+    .venv/engine/bin/python benchmarks/reshard.py [--layers 12] [--hidden 1024] [--repeats 5] [--bucket-mib 64]
 
-Ours; gathering every tensor on every rank and cutting slices out of it (what verl, slime and OpenRLHF do); and writing
-a checkpoint that the other side reads. Megatron tp 4 x pp 2 -> vLLM tp 2 x 4 replicas, 8 ranks, fp32 on both sides.
-All three are checked to leave the same bytes. The last line is JSON.
+Ours, twice: replicas grouped as in HybridFlow, where the engine is free to place its ranks, and replicas of
+neighbouring ranks, which vLLM's external launcher makes. Gathering every tensor on every rank and cutting slices out of
+it (what verl, slime and OpenRLHF do). Writing a checkpoint that the other side reads. Megatron tp 4 x pp 2 -> tp 2 x 4
+replicas, 8 ranks, fp32 on both sides; all are checked to leave the same bytes. The last line is JSON: `speedup_*` are
+the grouped transfer's, `neighbours_*` the other's, bytes and memory the larger of both.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -34,7 +37,7 @@ from engine.resharding.execute import SyncOptions, WeightSync
 from engine.resharding.export import export_hf
 from engine.resharding.load import load_hf
 from engine.resharding.megatron import MegatronSharding
-from engine.resharding.plan import plan_rank
+from engine.resharding.plan import grouped_ranks, plan_rank
 from engine.resharding.safetensors_files import create_file
 from engine.resharding.sharding import Holdings
 from engine.resharding.views import view_of
@@ -125,37 +128,63 @@ def write_template(directory: Path, tensors: dict) -> None:
     (directory / "config.json").write_text("{}")
 
 
+class Transfer:
+    """Our transition to one placement of the serving ranks, on this rank."""
+
+    def __init__(self, train: MegatronSharding, serve: VllmSharding, src: Side, bucket_bytes: int):
+        self.rank = dist.get_rank()
+        self.dst = destination(serve.holdings(self.rank))
+        begin = time.perf_counter()
+        self.plan = plan_rank(train, serve, self.rank)
+        self.plan_s = time.perf_counter() - begin
+        self.sync = WeightSync(self.plan, src.params, self.dst.params, None, SyncOptions(bucket_bytes=bucket_bytes))
+        self.place = serve.ranks.index(self.rank) % SERVE.tp
+        self.versions = itertools.count()
+
+    def measure(self, repeats: int) -> dict[str, float]:
+        """Numbers of this rank, except the seconds and the growth, which are the slowest's and largest's."""
+        # The first transfer takes the staging memory, which is kept.
+        _, growth = timed(self.run, 1)
+        seconds, _ = timed(self.run, repeats)
+        return {"seconds": seconds, "growth": growth, "received": self.report.bytes_received,
+                "bound": lower_bound(self.plan, 4), "peak": self.report.peak_extra_bytes}
+
+    def run(self) -> None:
+        """One transition."""
+        self.report = self.sync.run(next(self.versions))
+
+
+def destination(holdings: Holdings) -> Side:
+    """Serving memory, touched once, so that the first transfer does not pay for the pages."""
+    return Side(holdings, {name: torch.zeros(size) for name, size in holdings.params.items()})
+
+
 def rank_main(rank: int, directory: str, shape: ModelShape, settings: tuple[int, int]) -> None:
     """One process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    root = Path(directory)
+    root, (repeats, bucket_bytes) = Path(directory), settings
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=WORLD_SIZE)
     train, serve = MegatronSharding(shape, TRAIN), VllmSharding(shape, SERVE, WORLD_SIZE)
-    src = Side(train.holdings(rank), {})
     generator = torch.Generator().manual_seed(rank)
-    src.params |= {name: torch.randn(size, generator=generator) for name, size in src.holdings.params.items()}
-    dst = Side(serve.holdings(rank), {})
-    # Touched once, so that the first transfer does not pay for the pages.
-    dst.params |= {name: torch.zeros(size) for name, size in dst.holdings.params.items()}
+    holdings = train.holdings(rank)
+    src = Side(holdings, {name: torch.randn(size, generator=generator) for name, size in holdings.params.items()})
     make_replicated_weights_equal(src.params)
 
-    versions, reports = iter(range(10**6)), []
-    repeats, bucket_bytes = settings
-    options = SyncOptions(bucket_bytes=bucket_bytes)
-    plan_start = time.perf_counter()
-    plan = plan_rank(train, serve, rank)
-    plan_seconds = time.perf_counter() - plan_start
-    sync = WeightSync(plan, src.params, dst.params, None, options)
-    # The first transfer takes the staging memory, which is kept.
-    _, ours_growth = timed(lambda: sync.run(next(versions)), 1)
-    ours, _ = timed(lambda: reports.append(sync.run(next(versions))), repeats)
-    want = fingerprint(dst.params)
+    grouped = Transfer(train, serve.on(grouped_ranks(TRAIN.tp, TRAIN.pp, WORLD_SIZE, SERVE.tp)), src, bucket_bytes)
+    rows = {"ours, grouped": grouped.measure(repeats)}
+    left = {grouped.place: fingerprint(grouped.dst.params)}
+    neighbours = Transfer(train, serve, src, bucket_bytes)
+    rows["ours, neighbours"] = neighbours.measure(repeats)
+    dst, want = neighbours.dst, fingerprint(neighbours.dst.params)
+    check_equal_places([left, {neighbours.place: want}])
 
     gather = GatherThenSlice(train, src, dst)
     clear(dst.params)
-    gathered, gather_growth = timed(gather.run, repeats)
+    seconds, growth = timed(gather.run, repeats)
     assert fingerprint(dst.params) == want
+    rows["gather, then slice"] = {
+        "seconds": seconds, "growth": growth, "received": gather.received, "peak": gather.peak_bytes}
 
     if rank == 0:
         write_template(root / "template", train.tensors)
@@ -166,41 +195,52 @@ def rank_main(rank: int, directory: str, shape: ModelShape, settings: tuple[int,
         load_hf(root / "exported", dst.holdings, dst.params)
 
     clear(dst.params)
-    reloaded, reload_growth = timed(reload, 1)
+    seconds, growth = timed(reload, 1)
     assert fingerprint(dst.params) == want
+    rows["write, then read"] = {"seconds": seconds, "growth": growth, "received": 0, "peak": 0}
 
-    mine = torch.tensor([reports[-1].bytes_received, lower_bound(plan, 4), reports[-1].peak_extra_bytes,
-                         gather.received, gather.peak_bytes], dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
-    dist.all_gather(everyone, mine)
+    everyone: list = [None] * WORLD_SIZE
+    dist.all_gather_object(everyone, rows)
     if rank == 0:
-        rows = (("ours", ours, ours_growth), ("gather, then slice", gathered, gather_growth),
-                ("write, then read", reloaded, reload_growth))
-        print_report(shape, torch.stack(everyone), rows, (plan_seconds, bucket_bytes))
+        print_report(shape, everyone, grouped.plan_s, bucket_bytes)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def print_report(shape: ModelShape, table: Tensor, rows: tuple, settings: tuple[float, int]) -> None:
+def check_equal_places(left: list[dict[int, list[int]]]) -> None:
+    """A tensor rank has the same bytes in every replica and under both placements."""
+    everyone: list = [None] * WORLD_SIZE
+    dist.all_gather_object(everyone, left)
+    known: dict[int, list[int]] = {}
+    for place, found in (item for parts in everyone for part in parts for item in part.items()):
+        assert known.setdefault(place, found) == found, f"tensor rank {place} differs"
+
+
+def print_report(shape: ModelShape, ranks: list[dict], plan_s: float, bucket_bytes: int) -> None:
     """The table for people and the JSON line.
 
-    Args: table: [ranks, 5] received, bound, peak, and the gather's received and peak bytes; rows: name, seconds,
-    resident growth; settings: seconds of the plan, bytes of a bucket.
+    Args: ranks: each rank's rows: name -> seconds, resident growth, bytes received, bound, counted extra bytes.
     """
-    (_, ours, _), (_, gathered, _), (_, reloaded, _) = rows
-    plan_seconds, bucket_bytes = settings
-    received, bound, _, gather_bytes, _ = table.sum(0).tolist()
-    _, _, peak, _, gather_peak = table.max(0).values.tolist()
     size = 4 * model_elements(shape)
     print(f"model {size / 4e6:.0f} M parameters, {size / 1e6:.0f} MB; Megatron {TRAIN} -> vLLM tp={SERVE.tp}, "
-          f"{WORLD_SIZE} gloo processes, {os.cpu_count()} cores; own plan {plan_seconds * 1e3:.0f} ms")
+          f"{WORLD_SIZE} gloo processes, {os.cpu_count()} cores; own plan {plan_s * 1e3:.0f} ms")
     print(f"{'':22}{'seconds':>9}{'MB received, all ranks':>25}{'extra MB, counted':>20}{'extra MB, resident':>20}")
-    counted = ((received, peak), (gather_bytes, gather_peak), (0, 0))
-    for (name, seconds, growth), (moved, extra) in zip(rows, counted, strict=True):
-        print(f"{name:22}{seconds:9.2f}{moved / 1e6:25.0f}{extra / 1e6:20.1f}{growth / 1e6:20.1f}")
+    seconds, over, peak = {}, {}, {}
+    for name, row in ranks[0].items():
+        received = sum(rank[name]["received"] for rank in ranks)
+        seconds[name], peak[name] = row["seconds"], max(rank[name]["peak"] for rank in ranks)
+        if "bound" in row:
+            over[name] = received / sum(rank[name]["bound"] for rank in ranks)
+        numbers = f"{row['seconds']:9.2f}{received / 1e6:25.0f}{peak[name] / 1e6:20.1f}{row['growth'] / 1e6:20.1f}"
+        print(f"{name:22}{numbers}")
+    grouped, neighbours, gathered, reloaded = seconds
     print(json.dumps({
-        "speedup_vs_gather": round(gathered / ours, 2), "speedup_vs_reload": round(reloaded / ours, 2),
-        "bytes_over_lower_bound": received / bound, "peak_extra_bytes": int(peak), "bucket_bytes": bucket_bytes}))
+        "speedup_vs_gather": round(seconds[gathered] / seconds[grouped], 2),
+        "speedup_vs_reload": round(seconds[reloaded] / seconds[grouped], 2),
+        "bytes_over_lower_bound": max(over.values()), "peak_extra_bytes": max(peak[grouped], peak[neighbours]),
+        "bucket_bytes": bucket_bytes,
+        "neighbours_speedup_vs_gather": round(seconds[gathered] / seconds[neighbours], 2),
+        "neighbours_speedup_vs_reload": round(seconds[reloaded] / seconds[neighbours], 2)}))
 
 
 def make_replicated_weights_equal(params: dict[str, Tensor]) -> None:
@@ -226,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64)
     args = parser.parse_args()
     shape = ModelShape("llama", args.layers, args.hidden, 4 * args.hidden, 16, 8, args.hidden // 16, 16384, False)

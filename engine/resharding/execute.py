@@ -180,15 +180,17 @@ class WeightSync:
 
     def _run_rounds(self, schedule: list[Round], slots: list[tuple[Tensor, Tensor]],
                     meanwhile: Callable[[], None] | None = None) -> None:
-        """While one round is in flight, the next is packed, the one before is unpacked, and `meanwhile` is done."""
+        """While one round is in flight, the next is packed and posted; then it lands and is unpacked.
+
+        So two are in flight where there are two. `meanwhile` is done during the first.
+        """
         flight: _Flight | None = None
         for index, current in enumerate(schedule):
             upcoming = _Flight(current, slots[index % 2])
             upcoming.pack()
-            if flight is not None:
-                self._land(flight)
             upcoming.works = self._post(upcoming)
             if flight is not None:
+                self._land(flight)
                 flight.unpack()
             elif meanwhile is not None:
                 meanwhile()
