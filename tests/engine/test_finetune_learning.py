@@ -10,8 +10,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """600 words to learn from, 100 others; an answer is right when it is the word's last letter."""
-    return make_world(tmp_path_factory.mktemp("learning"), train=600, held_out=100)
+    """2000 words to learn from, 100 others; an answer is right when it is the word's last letter."""
+    return make_world(tmp_path_factory.mktemp("learning"), train=2000, held_out=100)
 
 
 def learn(world, name, kind, **fields):
