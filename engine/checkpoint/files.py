@@ -62,6 +62,8 @@ class CheckpointFiles:
         self._recover()
         for leftover in self.directory.glob(f"{_SAVING}*"):
             shutil.rmtree(leftover)
+        for leftover in (path for name in (LATEST, BEST) for path in self.directory.glob(f".{name}.*")):
+            leftover.unlink()
         # Another name each time: what an attempt that was replaced still writes lands beside, not in between.
         saving = self.directory / f"{_SAVING}{name_of(step)}-{secrets.token_hex(4)}"
         for part in parts:

@@ -3,6 +3,7 @@
 Always sharded `fully_reshardable`: optimizer state is written in the shapes of the parameters, not of dp's buffers.
 """
 
+import io
 import queue
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -50,12 +53,25 @@ class _Planned(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
+class _Common(TorchCommonSaveStrategy):
+    """Keeps what all ranks have in common. Megatron would write it here and now, on the first rank alone: a full disk
+    would leave the others waiting for it."""
+
+    content = b""
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        buffer = io.BytesIO()
+        torch.save(common_state_dict, buffer)
+        self.content = buffer.getvalue()
+
+
 @dataclass
 class ModelSnapshot:
     """One model's state in CPU memory, to be written while the model trains on. Needs no collectives."""
 
     directory: Path
     plan: _Planned
+    common: bytes
     buckets: list[Any]
 
     def write(self) -> list[Any]:
@@ -79,11 +95,12 @@ class ModelSnapshot:
         return results
 
     def seal(self, written: list[list[Any]]) -> None:
-        """Write the index of all ranks' files; on the first rank, when every rank has written.
+        """Write what all ranks have in common, and the index of their files; on the first rank, when all have written.
 
         Args:
             written: what `write` returned on every rank.
         """
+        (self.directory / COMMON_STATE_FNAME).write_bytes(self.common)
         self.plan.writer.finish(self.plan.metadata, written)
         save_config(CheckpointingConfig(*FORMAT), str(self.directory))
 
@@ -108,7 +125,8 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
         "steps": optimizer.steps,
         "skipped_in_a_row": optimizer.skipped_in_a_row,
     }
-    plan = _Planned()
+    plan, common = _Planned(), _Common("torch", 1)
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     try:
         dist_checkpointing.save(
             state, str(directory), FullyParallelSaveStrategyWrapper(plan, group), async_sharded_save=True,
@@ -119,7 +137,7 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
     except OSError as error:
         raise StoreError(f"checkpoint {error.filename or directory}: {error.strerror or error}") from None
     buckets, plan.writer.write_buckets = plan.writer.write_buckets or [], []
-    return ModelSnapshot(directory, plan, _copied(buckets))
+    return ModelSnapshot(directory, plan, common.content, _copied(buckets))
 
 
 def _copied(buckets: list[Any]) -> list[Any]:
