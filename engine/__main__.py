@@ -3,6 +3,7 @@
 Exit codes: 0 done; 2 the spec, the data or the model is wrong; 3 a fault that a retry can mend; 4 numerics; 130 killed.
 """
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -78,6 +79,8 @@ def run_stage(stage: str, directory: Path) -> int:
         if spec.stage != stage:
             raise SpecError(f"{directory}: the spec is of stage {spec.stage!r}, not {stage!r}")
         job = Job(directory, rank=int(os.environ.get("RANK", "0")))
+        # The wrapper of a job that hangs asks for the stacks of all threads before it ends it.
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         job.start_heartbeat()
         job.event("start", stage=stage, pid=os.getpid())
         job.progress("start")

@@ -39,6 +39,10 @@ class StoreError(FaultError):
     """The object store did not answer, refused, or returned other bytes than were written."""
 
 
+class CorruptError(StoreError):
+    """A file has other bytes than were written."""
+
+
 class MissingError(StoreError):
     """A file or object that is named but not there: a retry will not find it either."""
 

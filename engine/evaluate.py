@@ -20,6 +20,7 @@ from engine.errors import DataError, ModelError
 from engine.evaluation_cache import CachedEvaluation, EvaluationCache
 from engine.job import Job
 from engine.layout import ParallelLayout, check_generation_layout, read_model_shape
+from engine.model_files import local_model
 from engine.prompts import Prompt, PromptSet
 from engine.ranks import join_ranks
 from engine.rewards.pool import Scorable, Scores, ScoringPool
@@ -280,13 +281,7 @@ def check_models(models: Sequence[LocalModel], prompts: Sequence[Prompt], spec: 
 
 
 def _fetch(model: EvaluatedModel, job: Job) -> LocalModel:
-    if not store.is_s3(model.uri):
-        return LocalModel(model.name, model.uri, Path(model.uri))
-    target = job.dir / "models" / model.name
-    if job.rank == 0 and not target.exists():
-        store.download_dir(model.uri, target)
-    dist.barrier()
-    return LocalModel(model.name, model.uri, target)
+    return LocalModel(model.name, model.uri, local_model(model.uri, job.dir / "models" / model.name, job.rank))
 
 
 def _write(job: Job, spec: EvaluateSpec, found: Sequence[CachedEvaluation], prompts_hash: str) -> RunResult:

@@ -17,12 +17,14 @@ from engine.dataflows.finetuning import PairObjective, SFTObjective
 from engine.errors import DataError
 from engine.job import Job
 from engine.layout import check_layout, read_model_shape
+from engine.model_files import local_model
 from engine.prompts import Prompt, PromptCursor, PromptSet
+from engine.ranks import join_ranks
 from engine.resharding.export import export_hf
 from engine.resharding.megatron import MegatronSharding, RewardModelSharding
 from engine.spec.finetune import SFT, FinetuneSpec, RewardModelling
 from engine.spec.job import RunResult
-from engine.stage import Metrics, Stage, refuse_object_stores
+from engine.stage import Metrics, Stage
 from engine.tracking import DatasetInput
 from engine.workers.minibatches import Update
 from engine.workers.reference import Reference
@@ -32,17 +34,18 @@ def run(job: Job, spec: FinetuneSpec) -> RunResult:
     """Train `spec.iterations` optimizer steps and export the model.
 
     Raises:
-        RefusedError: model, rows, layout or a local path cannot work.
+        RefusedError: model, rows or layout cannot work.
         NumericsError: three steps in a row whose loss or gradient was not finite.
     """
-    refuse_object_stores(spec)
-    check_layout(read_model_shape(spec.model), spec.layout)
+    join_ranks()
+    model_dir = local_model(spec.model, job.dir / "model", job.rank)
+    check_layout(read_model_shape(model_dir), spec.layout)
     rows, held_out = (PromptSet.open(spec.prompts, name) for name in (spec.data, f"{spec.data}_eval"))
     if min(len(held_out), spec.max_eval_rows or len(held_out)) < spec.layout.dp:
         raise DataError(f"prompts {spec.prompts}: fewer rows of {spec.data}_eval are measured than layout.dp = "
                         f"{spec.layout.dp}; give more, or raise max_eval_rows")
     world = start_world(spec.layout, spec.seed)
-    stage = Stage(job, spec, world, FinetuneLearner(spec, world, rows, held_out))
+    stage = Stage(job, spec, world, FinetuneLearner(spec, model_dir, world, (rows, held_out)))
     job.event("ready", layout=str(spec.layout))
     return stage.run(DatasetInput(name=spec.data, digest=rows.sha256, source=spec.prompts))
 
@@ -50,9 +53,10 @@ def run(job: Job, spec: FinetuneSpec) -> RunResult:
 class FinetuneLearner:
     """Optimizer steps of one objective on one model."""
 
-    def __init__(self, spec: FinetuneSpec, world: World, rows: PromptSet, held_out: PromptSet):
-        """Args: rows: trained on; held_out: measured."""
-        self.spec, self.world = spec, world
+    def __init__(self, spec: FinetuneSpec, model_dir: Path, world: World, data: tuple[PromptSet, PromptSet]):
+        """Args: model_dir: of `spec.model`, on this machine; data: rows that are trained on, and that are measured."""
+        self.spec, self.model_dir, self.world = spec, model_dir, world
+        rows, held_out = data
         self.cursor = PromptCursor(rows, spec.seed)
         self.held_out = [held_out[row] for row in range(min(len(held_out), spec.max_eval_rows or len(held_out)))]
         kind = spec.objective.kind
@@ -119,14 +123,14 @@ class FinetuneLearner:
         """`eval/*` after the last iteration, and with `_before` those before the first."""
         return self.evaluate() | {f"{name}_before": value for name, value in (self.before or {}).items()}
 
-    def export(self) -> None:
+    def export(self, target: Path) -> None:
         """The model; a reward model with its head."""
-        shape = read_model_shape(self.spec.model)
+        shape = read_model_shape(self.model_dir)
         sharding = (RewardModelSharding if self.scores else MegatronSharding)(shape, self.spec.layout)
-        export_hf(self.spec.model, self.spec.export_dir, sharding, self.models["model"].params())
+        export_hf(self.model_dir, target, sharding, self.models["model"].params())
 
     def _network(self) -> Any:
-        return load_network(Path(self.spec.model), self.world, "values" if self.scores else "logprobs",
+        return load_network(self.model_dir, self.world, "values" if self.scores else "logprobs",
                             sequence_parallel=self.spec.sequence_parallel)
 
     def _reference(self) -> Reference:

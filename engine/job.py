@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine.fence import Fence, FencedError
 from engine.spec.base import Spec
 from engine.spec.job import HEARTBEAT_FILE, PROGRESS_FILE, RESULT_FILE, RunResult
 from engine.store import write_atomic
@@ -27,6 +28,9 @@ class Job:
         self.rank = rank
         self._started = time.monotonic()
         self._iterations: list[float] = []
+        self._moves = 0
+        self.fence = Fence(directory)
+        """Enter `fence.commit()` around whatever may only be written by the newest attempt."""
 
     def event(self, name: str, **fields: Any) -> None:
         """Print one JSON line to the log: `{"event": name, ...}`."""
@@ -42,6 +46,7 @@ class Job:
             of: iterations of this stage.
             numbers: what a person wants to see, for example `reward` and `tokens_per_s`.
         """
+        self.move()
         if self.rank:
             return
         now = time.monotonic()
@@ -54,21 +59,39 @@ class Job:
         write_atomic(self.dir / PROGRESS_FILE, json.dumps(
             {"phase": phase, "iteration": iteration, "of": of, "eta_s": eta_s, "time": time.time(), **numbers}))
 
+    def move(self, *_: object) -> None:
+        """Say that the work goes on; without it for the stall limit, the job counts as hung and is ended."""
+        self._moves += 1
+
     def result(self, result: RunResult) -> None:
         """Write result.json: the last thing a stage does."""
         if self.rank == 0:
-            write_atomic(self.dir / RESULT_FILE, result.model_dump_json(indent=1))
+            with self.fence.commit():
+                write_atomic(self.dir / RESULT_FILE, result.model_dump_json(indent=1))
 
     def start_heartbeat(self) -> None:
-        """Write the heartbeat file every few seconds from a thread, also while Python compiles or waits."""
+        """Write the heartbeat file every few seconds from a thread, also while Python compiles or waits.
+
+        It beats while the process lives, so it also tells how often the main thread said that the work goes on. An
+        attempt that was replaced ends here: exit 3.
+        """
         if self.rank == 0:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
         step = 0
         while True:
-            write_atomic(self.dir / HEARTBEAT_FILE, json.dumps(
-                {"step": step, "monotonic_s": time.monotonic(), "time": time.time(), "pid": os.getpid()}))
+            try:
+                with self.fence.commit():
+                    write_atomic(self.dir / HEARTBEAT_FILE, json.dumps(
+                        {"step": step, "moves": self._moves, "monotonic_s": time.monotonic(), "time": time.time(),
+                         "pid": os.getpid()}))
+            except FencedError as error:
+                print_error(error, None)
+                os._exit(error.exit_code)
+            except OSError as error:
+                # A full disk is the training's to report: it must not end the heartbeat before it has.
+                print(f"heartbeat: {error}", file=sys.stderr, flush=True)
             step += 1
             time.sleep(HEARTBEAT_SECONDS)
 

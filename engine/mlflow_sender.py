@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.spec.job import METRICS_FILE
+from engine.spec.job import METRICS_FILE, OUTBOX_FILE, SENT_FILE
 from engine.spec.tracking import clean_metric_name
 from engine.store import write_atomic
 
-OUTBOX_FILE = "tracking.jsonl"
-"""Parameters, tags, inputs and artifacts, in the order they were given."""
-SENT_FILE = "tracking.sent.json"
-"""How many bytes of METRICS_FILE and OUTBOX_FILE MLflow has."""
 METRICS_PER_REQUEST = 1000
 """MLflow refuses more in one log_batch; of parameters it takes 100."""
 PARAMS_PER_REQUEST = 100

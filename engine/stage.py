@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from engine import store
 from engine.backends.megatron.parallel import World
 from engine.backends.megatron.trainer import TrainedModel
-from engine.checkpoint.checkpoints import Checkpoints
+from engine.checkpoint import CheckpointFiles, Checkpoints
+from engine.checkpoint.files import name_of
+from engine.checkpoint.mirror import Mirror
 from engine.errors import SpecError
 from engine.job import Job
 from engine.spec.job import RunResult, hash_spec
@@ -45,19 +47,17 @@ class Learner(Protocol):
     def summary(self) -> Metrics:
         """Metrics of the whole stage, beside those of its last iteration."""
 
-    def export(self) -> None:
+    def export(self, target: Path) -> None:
         """Write the Hugging Face directory of what was trained."""
 
 
-def refuse_object_stores(spec: TrainingSpec) -> None:
-    """Refuse URIs that a rank cannot open as a path.
-
-    Raises:
-        SpecError: names the field.
-    """
-    for name in ("model", "checkpoint_dir", "export_dir"):
-        if store.is_s3(getattr(spec, name)):
-            raise SpecError(f"{name}: {getattr(spec, name)} must be a path that all ranks share, not an object store")
+def checkpoint_files(job: Job, spec: TrainingSpec) -> CheckpointFiles:
+    """Where a stage's checkpoints go: into a directory, or through the job's own into an object store."""
+    mirrored = store.is_s3(spec.checkpoint_dir)
+    return CheckpointFiles(
+        job.dir / "checkpoints" if mirrored else Path(spec.checkpoint_dir), keep_last=spec.checkpoints_kept,
+        keep_best=spec.keep_best, mirror=Mirror(spec.checkpoint_dir) if mirrored else None, guard=job.fence.commit,
+        warn=lambda line: job.event("warning", message=line))
 
 
 class Stage:
@@ -66,8 +66,9 @@ class Stage:
     def __init__(self, job: Job, spec: TrainingSpec, world: World, learner: Learner):
         """Starts where this stage's own newest checkpoint is, else where the stage before ended, else anew."""
         self.job, self.spec, self.world, self.learner = job, spec, world, learner
-        self.checkpoints = Checkpoints(
-            spec.checkpoint_dir, world, spec.checkpoints_kept, warn=lambda line: job.event("warning", message=line))
+        self.checkpoints = Checkpoints(checkpoint_files(job, spec), world)
+        self.metrics: Metrics = {}
+        """Of the last iteration; empty before the first."""
         self.iteration, self.stage_start = self._resume()
         self.started = time.monotonic()
 
@@ -77,21 +78,23 @@ class Stage:
         Args:
             dataset: what is trained on, for the lineage.
         """
-        if self.world.rank == 0:
-            with Tracker(self.job.dir, self.spec.tracking) as tracker:
-                tracker.log_input(dataset)
-                last = self._train(tracker)
-        else:
-            last = self._train(None)
-        return self._finish(last, dataset.digest)
+        try:
+            if self.world.rank == 0:
+                with Tracker(self.job.dir, self.spec.tracking) as tracker:
+                    tracker.log_input(dataset)
+                    self._train(tracker)
+            else:
+                self._train(None)
+            return self._finish(dataset.digest)
+        finally:
+            # No way out is taken while a checkpoint is still being written.
+            self.checkpoints.close()
 
     @property
     def _done(self) -> int:
         return self.iteration - self.stage_start
 
-    def _train(self, tracker: Tracker | None) -> Metrics:
-        """The metrics of the last iteration; empty when none was missing."""
-        metrics: Metrics = {}
+    def _train(self, tracker: Tracker | None) -> None:
         found = self.learner.begin()
         if tracker is not None and found:
             tracker.log(self.iteration, found)
@@ -99,23 +102,27 @@ class Stage:
             begin = time.monotonic()
             metrics = self.learner.iterate(self.iteration)
             self.iteration += 1
-            metrics |= self.learner.measure(time.monotonic() - begin)
-            self._report(tracker, metrics)
+            self.metrics = metrics | self.learner.measure(time.monotonic() - begin)
+            self._report(tracker)
+            self.checkpoints.poll()
             if self.spec.checkpoint_every and self._done % self.spec.checkpoint_every == 0:
                 self._save()
-        return metrics
 
-    def _finish(self, last: Metrics, prompts_sha256: str) -> RunResult:
+    def _finish(self, prompts_sha256: str) -> RunResult:
+        """Export the model while the last checkpoint is being written, and commit both."""
         self.job.progress("export", self._done, self.spec.iterations)
-        checkpoint = self._save()
+        if self.checkpoints.step != self.iteration:
+            self._save()
         summary = self.learner.summary()
-        self.learner.export()
+        export = self._export()
+        self.checkpoints.wait()
         seconds = time.monotonic() - self.started
         return RunResult(
             stage=self.spec.stage,
-            outputs={"checkpoint": str(checkpoint), "export": self.spec.export_dir},
-            metrics={name: last[name] for name in sorted(last)} | summary,
-            hashes={"weights": store.hash_model_dir(self.spec.export_dir) if self.world.rank == 0 else "",
+            outputs={"checkpoint": store.join(self.spec.checkpoint_dir, name_of(self.iteration)),
+                     "export": self.spec.export_dir, **self._best()},
+            metrics={name: self.metrics[name] for name in sorted(self.metrics)} | summary,
+            hashes={"weights": store.hash_model_dir(export) if self.world.rank == 0 else "",
                     "prompts": prompts_sha256, "spec": hash_spec(self.spec)},
             policy_version=self.iteration,
             gpu_seconds=seconds * self.world.size,
@@ -124,22 +131,45 @@ class Stage:
 
     def _resume(self) -> tuple[int, int]:
         state = self.checkpoints.load(self.learner.models)
+        if state is not None and state["spec"] != hash_spec(self.spec):
+            raise SpecError(f"checkpoint_dir: {self.spec.checkpoint_dir} holds checkpoints of a job with another spec; "
+                            "choose another directory, or remove it")
         if state is None and self.spec.resume_from is not None:
             state = self.checkpoints.load(self.learner.models, self.spec.resume_from)
             state["stage_start"] = state["iteration"]
         if state is None:
             return 0, 0
         self.learner.restore(state)
+        self.metrics = state["metrics"]
         self.job.event("resumed", iteration=state["iteration"])
         return state["iteration"], state["stage_start"]
 
-    def _save(self) -> Path:
-        state = {"iteration": self.iteration, "stage_start": self.stage_start, "spec": hash_spec(self.spec)}
-        return self.checkpoints.save(self.iteration, self.learner.models, state | self.learner.state())
+    def _save(self) -> None:
+        state = {"iteration": self.iteration, "stage_start": self.stage_start, "spec": hash_spec(self.spec),
+                 "metrics": self.metrics}
+        self.checkpoints.save(self.iteration, self.learner.models, state | self.learner.state(), self.metrics)
+        self.job.event("checkpoint", iteration=self.iteration, blocked_s=round(self.checkpoints.blocked_s, 3))
 
-    def _report(self, tracker: Tracker | None, metrics: Metrics) -> None:
+    def _best(self) -> dict[str, str]:
+        name = self.checkpoints.files.best if self.spec.keep_best else None
+        return {"best_checkpoint": store.join(self.spec.checkpoint_dir, name)} if name else {}
+
+    def _export(self) -> Path:
+        """Write the model where the spec says; the local directory with it."""
+        mirrored = store.is_s3(self.spec.export_dir)
+        target = self.job.dir / "export" if mirrored else Path(self.spec.export_dir)
+        if self.world.rank == 0:
+            with self.job.fence.commit():
+                pass
+        self.learner.export(target)
+        if mirrored and self.world.rank == 0:
+            # Without its configuration a directory is no model: that goes last.
+            store.upload_dir(target, self.spec.export_dir, last="config.json")
+        return target
+
+    def _report(self, tracker: Tracker | None) -> None:
         if tracker is not None:
-            tracker.log(self.iteration, metrics)
-        shown = {name: round(value, 4) for name, value in self.learner.shown(metrics).items()}
+            tracker.log(self.iteration, self.metrics)
+        shown = {name: round(value, 4) for name, value in self.learner.shown(self.metrics).items()}
         self.job.event("iteration", iteration=self._done, of=self.spec.iterations, **shown)
         self.job.progress(self.spec.stage, self._done, self.spec.iterations, **shown)

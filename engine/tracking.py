@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.mlflow_sender import OUTBOX_FILE, DatasetInput, Sender, parse_line
-from engine.spec.job import METRICS_FILE
+from engine.fence import Fence
+from engine.mlflow_sender import DatasetInput, Sender, parse_line
+from engine.spec.job import METRICS_FILE, OUTBOX_FILE
 from engine.spec.tracking import TrackingSpec, clean_metric_name
 
 __all__ = ["DatasetInput", "Tracker", "clean_metric_name", "read_metrics"]
@@ -25,6 +26,7 @@ class Tracker:
     """
 
     def __init__(self, job_dir: Path, spec: TrackingSpec) -> None:
+        self._fence = Fence(job_dir)
         self._metrics, self._outbox = job_dir / METRICS_FILE, job_dir / OUTBOX_FILE
         for path in (self._metrics, self._outbox):
             _drop_torn_line(path)
@@ -39,7 +41,8 @@ class Tracker:
         if step <= self._last_step:
             return
         values = {name: float(value) for name, value in metrics.items()}
-        self._append(self._metrics, {"step": step, "time": time.time(), "metrics": values})
+        with self._fence.commit():
+            self._append(self._metrics, {"step": step, "time": time.time(), "metrics": values})
         self._last_step = step
 
     def log_params(self, params: Mapping[str, object]) -> None:
@@ -72,6 +75,9 @@ class Tracker:
         # One write call: a kill leaves a whole line or a torn last one, which the next Tracker drops.
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+            file.flush()
+            # A checkpoint that survives a power cut says that this step is done: its metrics must survive too.
+            os.fsync(file.fileno())
         if self._sender:
             self._sender.wake()
 

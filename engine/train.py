@@ -11,13 +11,15 @@ from engine.controller.phases import PhaseClock
 from engine.dataflows import AlgorithmState, initial_state, iteration_for
 from engine.errors import NumericsError
 from engine.job import Job
-from engine.layout import ModelShape, check_generation_layout, check_layout, read_model_shape
+from engine.layout import check_generation_layout, check_layout, read_model_shape
+from engine.model_files import local_model
 from engine.prompts import PromptCursor, PromptSet
+from engine.ranks import join_ranks
 from engine.resharding.export import export_hf
 from engine.resharding.megatron import MegatronSharding
 from engine.spec.job import RunResult
 from engine.spec.train import TrainSpec
-from engine.stage import Metrics, Stage, refuse_object_stores
+from engine.stage import Metrics, Stage
 from engine.tracking import DatasetInput
 
 MAX_ALARMS_IN_A_ROW = 3
@@ -27,19 +29,20 @@ def run(job: Job, spec: TrainSpec) -> RunResult:
     """Train `spec.iterations` iterations and export the policy.
 
     Raises:
-        RefusedError: model, prompts, layout or a local path cannot work.
+        RefusedError: model, prompts or layout cannot work.
         NumericsError: three iterations in a row with NaN or infinity.
     """
-    refuse_object_stores(spec)
-    shape = read_model_shape(spec.model)
+    join_ranks()
+    model_dir = local_model(spec.model, job.dir / "model", job.rank)
+    shape = read_model_shape(model_dir)
     check_layout(shape, spec.layout)
     check_generation_layout(shape, spec.rollout.layout)
     prompts = PromptSet.open(spec.prompts, "train")
     world = start_world(spec.layout, spec.seed)
-    clock = PhaseClock()
+    clock = PhaseClock(on_enter=job.move)
     started = time.monotonic()
-    assembly = Builder(spec, world, Path(spec.model), shape).build(prompts, clock)
-    stage = Stage(job, spec, world, PolicyLearner(job, spec, shape, assembly, clock))
+    assembly = Builder(spec, world, model_dir, shape).build(prompts, clock)
+    stage = Stage(job, spec, world, PolicyLearner(job, spec, model_dir, assembly, clock))
     job.event("ready", seconds=round(time.monotonic() - started, 2), layout=str(spec.layout))
     try:
         return stage.run(DatasetInput(name="train", digest=prompts.sha256, source=spec.prompts))
@@ -51,8 +54,8 @@ def run(job: Job, spec: TrainSpec) -> RunResult:
 class PolicyLearner:
     """Iterations of an algorithm on the roles of one rank."""
 
-    def __init__(self, job: Job, spec: TrainSpec, shape: ModelShape, assembly: Assembly, clock: PhaseClock):
-        self.job, self.spec, self.shape, self.clock = job, spec, shape, clock
+    def __init__(self, job: Job, spec: TrainSpec, model_dir: Path, assembly: Assembly, clock: PhaseClock):
+        self.job, self.spec, self.model_dir, self.clock = job, spec, model_dir, clock
         self.roles, self.models = assembly.roles, assembly.models
         self.dataflow = iteration_for(spec.algorithm)
         self.algorithm = initial_state(spec.algorithm)
@@ -102,10 +105,10 @@ class PolicyLearner:
         """Peak memory by phase."""
         return {f"memory/{phase}_bytes": float(peak) for phase, peak in self.clock.peak_bytes.items()}
 
-    def export(self) -> None:
+    def export(self, target: Path) -> None:
         """The policy."""
-        export_hf(self.spec.model, self.spec.export_dir, MegatronSharding(self.shape, self.spec.layout),
-                  self.models["actor"].params())
+        sharding = MegatronSharding(read_model_shape(self.model_dir), self.spec.layout)
+        export_hf(self.model_dir, target, sharding, self.models["actor"].params())
 
     def _check(self, iteration: int, batch: Any, metrics: Metrics) -> None:
         """Count iterations whose numbers were not finite; the dataflow has updated nothing in them."""

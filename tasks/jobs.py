@@ -14,19 +14,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import ValidationError
 
-from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, SpecError
-from engine.spec import RunResult, RunSpec, TrainSpec, dump_spec
+from engine import store
+from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, FaultError, SpecError
+from engine.spec import RunResult, RunSpec, TrainingSpec, dump_spec
 from engine.spec.job import (
+    ATTEMPT_FILE,
     EXIT_FILE,
     HEARTBEAT_FILE,
     JOB_FILE,
     LOG_FILE,
+    METRICS_FILE,
+    OUTBOX_FILE,
     PROGRESS_FILE,
     RESULT_FILE,
+    SENT_FILE,
     SPEC_FILE,
     SPEC_HASH_FILE,
 )
@@ -35,6 +40,13 @@ from tasks.launchers import Launcher
 
 ATTEMPT_FILES = (JOB_FILE, HEARTBEAT_FILE, LOG_FILE, PROGRESS_FILE, EXIT_FILE, RESULT_FILE)
 """What one attempt leaves; moved to `attempts/N/` before the next. Metrics stay: steps are counted over attempts."""
+
+LONGEST_NAME = 200
+"""Characters of an id in a path: file systems take 255, Airflow's ids may be as long."""
+HAND_OVER_LIMIT_S = 30.0
+
+RUN_FILES = (METRICS_FILE, OUTBOX_FILE, SENT_FILE)
+"""What all attempts of one spec add to."""
 
 Phase = Literal["absent", "running", "done", "failed", "lost"]
 
@@ -68,7 +80,9 @@ def job_directory(home: Path, dag_id: str, run_id: str, task_id: str, map_index:
 def safe_name(name: str) -> str:
     """A file name for an Airflow id; different ids never share one."""
     cleaned = re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip(".")
-    return name if cleaned == name else f"{cleaned}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if cleaned == name and len(name) <= LONGEST_NAME:
+        return name
+    return f"{cleaned[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = False) -> Submission:
@@ -94,11 +108,15 @@ def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = 
             return Submission(state, adopted=True)
         launcher.kill(directory)
         attempt = archive_attempt(directory, state)
+        hand_over(directory, attempt)
+        if changes:
+            start_over(directory, spec, attempt - 1)
         text = dump_spec(spec)
         write_atomic(directory / SPEC_FILE, text)
         write_atomic(directory / SPEC_HASH_FILE, hashlib.sha256(text.encode()).hexdigest() + "\n")
-        ranks = spec.layout.world_size if isinstance(spec, TrainSpec) else getattr(spec, "world_size", 1)
-        launcher.start(directory, spec.stage, attempt=attempt, ranks=ranks)
+        ranks = spec.layout.world_size if isinstance(spec, TrainingSpec) else getattr(spec, "world_size", 1)
+        launcher.start(directory, spec.stage, attempt=attempt, ranks=ranks,
+                       stall_limit_s=spec.stall_limit_s if isinstance(spec, TrainingSpec) else None)
         return Submission(state_of(directory, launcher), adopted=False)
 
 
@@ -175,6 +193,39 @@ def archive_attempt(directory: Path, state: JobState) -> int:
     return max(archived, default=0) + 1
 
 
+def start_over(directory: Path, spec: RunSpec, attempt: int) -> None:
+    """Another spec takes the directory: nothing of the old one's is gone on from, neither metrics nor checkpoints.
+
+    Checkpoints are put aside; those in an object store stay where they are, and the engine refuses them.
+    """
+    target = directory / "attempts" / str(attempt)
+    for name in RUN_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(directory / name, target / name)
+    if isinstance(spec, TrainingSpec) and not store.is_s3(spec.checkpoint_dir):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(spec.checkpoint_dir, f"{spec.checkpoint_dir}.{attempt}")
+
+
+def hand_over(directory: Path, attempt: int) -> None:
+    """From here on only this attempt may commit anything; one that comes back from elsewhere finds its number gone.
+
+    Raises:
+        FaultError: an earlier attempt is in the middle of a commit and does not end it.
+    """
+    deadline = time.monotonic() + HAND_OVER_LIMIT_S
+    with open(directory / ATTEMPT_FILE, "a+") as file:
+        while not _try_lock(file):
+            if time.monotonic() > deadline:
+                raise FaultError(f"{directory}: an earlier attempt has held {ATTEMPT_FILE} for more than "
+                                 f"{HAND_OVER_LIMIT_S:.0f} s; look for its process, also on other hosts")
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(f"{attempt}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None when the file is absent or torn."""
     try:
@@ -189,6 +240,14 @@ def _make_private(directory: Path) -> None:
     for path in (*reversed([p for p in directory.parents if not p.exists()]), directory):
         path.mkdir(mode=0o700, exist_ok=True)
     os.chmod(directory, 0o700)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
-"""Checkpoints that are whole or do not exist: atomic save, verified load, retention, exact resume."""
+"""Checkpoints that are whole or do not exist: saved beside the training, verified when loaded, kept by rule."""
 
 from engine.checkpoint.checkpoints import Checkpoints, Saveable
+from engine.checkpoint.files import CheckpointFiles
 
-__all__ = ["Checkpoints", "Saveable"]
+__all__ = ["CheckpointFiles", "Checkpoints", "Saveable"]

@@ -1,20 +1,17 @@
-"""The checkpoints of a run in one directory.
+"""Checkpoints of a job's ranks: saved beside the training, loaded by all. Their files: `engine.checkpoint.files`.
 
-    step-000120/          exists only whole: written as .saving-step-000120, sealed by manifest.json, synced, renamed
-      actor/ critic/      Megatron distributed checkpoints
-      rng/rank-00000.pt   random states of every rank
-      state.json          data cursor, algorithm state, policy version, ... of the caller
-      manifest.json       size and sha256 of every other file
-    latest.json           names the newest; moves after the rename
-
-A directory without a valid manifest does not exist: loading falls back to the newest that has one.
+A save has two halves. `save` copies the state to CPU memory, which is all that the training waits for. A thread writes
+it: every rank its own files, then the first rank the rest and the commit. The threads agree over a process group of
+their own, so they never meet the training's collectives; what they find out is told by the next `poll`.
 """
 
+import copy
+import io
 import json
-import logging
-import os
-import shutil
+import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,65 +19,107 @@ import torch
 import torch.distributed as dist
 
 from engine.backends.megatron.parallel import World
-from engine.checkpoint.manifest import read_manifest, write_manifest
+from engine.checkpoint.files import STATE, CheckpointFiles, in_use, name_of
 from engine.checkpoint.rng import rng_state, set_rng_state
 from engine.errors import MissingError, StoreError
-from engine.store import sync_directory, write_atomic
 
-LATEST = "latest.json"
-STATE = "state.json"
-_SAVING = ".saving-"
-_REPLACED = ".replaced-"
 
-log = logging.getLogger(__name__)
+class Snapshot(Protocol):
+    """A role's state, copied. Its methods run in a thread and call no collectives."""
+
+    def write(self) -> Any:
+        """Write this rank's files; what `seal` needs of every rank."""
+
+    def seal(self, written: list[Any]) -> None:
+        """Write what belongs to all ranks; on the first rank, after `write` on all."""
 
 
 class Saveable(Protocol):
     """A role's model. Every rank calls both methods."""
 
-    def save(self, directory: Path) -> None:
-        """Write into an empty directory that all ranks share."""
+    def snapshot(self, directory: Path) -> Snapshot:
+        """Copy the state, to be written into an empty directory that all ranks share."""
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what a snapshot wrote."""
 
 
 class Checkpoints:
     """Saves and loads; every rank calls every method, and either all ranks raise or none."""
 
-    def __init__(self, directory: str | Path, world: World, keep_last: int = 2,
-                 warn: Callable[[str], None] = log.warning):
-        """Prepare.
+    def __init__(self, files: CheckpointFiles, world: World):
+        """Args: files: where they are; world: the rank's place."""
+        self.files, self.world = files, world
+        self.step: int | None = None
+        """Of the newest checkpoint in `files`, saved or loaded by this object."""
+        self.blocked_s = 0.0
+        """Seconds that the last `save` kept the training."""
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._group: Any = None
 
-        Args:
-            directory: a local path that all ranks share; it is made when something is saved.
-            world: the rank's place.
-            keep_last: newest checkpoints to keep; older ones go after a commit.
-            warn: called on the first rank with one line when a checkpoint could not be used.
-        """
-        self.directory, self.world, self.keep_last = Path(directory), world, keep_last
-        self._warn = warn
+    def save(self, step: int, roles: Mapping[str, Saveable], state: dict[str, Any],
+             metrics: Mapping[str, float] | None = None) -> Path:
+        """Copy the state and begin to write it; `step-000120/` exists when `wait` returns.
 
-    def save(self, step: int, roles: Mapping[str, Saveable], state: dict[str, Any]) -> Path:
-        """Write and commit `step-000120/`, move latest.json, remove what is too old.
+        A save that is still being written is waited for.
 
         Args:
             step: policy version; a checkpoint of the same step is replaced.
             roles: what to save, by directory name.
             state: plain JSON, given back by `load`.
+            metrics: of this step; the one that decides the best checkpoint must be among them.
         Returns:
-            The checkpoint's path.
+            The path that the checkpoint will have.
         Raises:
-            StoreError: something could not be written; earlier checkpoints are as before.
+            SpecError: no such metric.
+            StoreError: this save could not begin, or the one before failed; earlier checkpoints are as before.
         """
-        final = self.directory / f"step-{step:06d}"
-        saving = self.directory / (_SAVING + final.name)
-        self._on_first_rank(lambda: self._prepare(saving, roles))
-        for name, role in roles.items():
-            role.save(saving / name)
-        self._on_every_rank(lambda: _save_tensors(rng_state(), saving / "rng" / f"rank-{self.world.rank:05d}.pt"))
-        self._on_first_rank(lambda: self._commit(saving, final, step, state))
-        return final
+        started = time.monotonic()
+        self.files.check_metrics(dict(metrics or {}))
+        self.wait()
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        saving = Path(self._on_first_rank(lambda: str(self.files.prepare(step, [*roles, "rng"]))))
+        snapshots = {name: role.snapshot(saving / name) for name, role in roles.items()}
+        about = {"step": step, "layout": str(self.world.layout), "roles": sorted(roles), "metrics": self._best(metrics)}
+        job = _Job(saving, snapshots, _as_bytes(rng_state()), about, copy.deepcopy(state))
+        self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint")
+        self._thread.start()
+        self.step = step
+        self.blocked_s = time.monotonic() - started
+        return self.files.directory / name_of(step)
+
+    def poll(self) -> None:
+        """Between two iterations: raise if the save that runs beside them has failed.
+
+        Raises:
+            StoreError: what it failed with.
+        """
+        if self._thread is None:
+            return
+        done = [not self._thread.is_alive()]
+        dist.broadcast_object_list(done, src=0)
+        if done[0]:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            StoreError: the last save failed.
+        """
+        self._join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.step = None
+            raise failure
+
+    def close(self) -> None:
+        """Wait as `wait` does, on the way out for another reason: a failure is a warning."""
+        self._join()
+        if self._failure is not None and self.world.rank == 0:
+            self.files.warn(f"the last checkpoint was not saved: {self._failure}")
 
     def load(self, roles: Mapping[str, Saveable], directory: str | Path | None = None) -> dict[str, Any] | None:
         """Load the newest whole checkpoint; None when there is none.
@@ -96,103 +135,103 @@ class Checkpoints:
             MissingError: a `directory` was named and has no whole checkpoint.
             StoreError: the checkpoint does not hold a role.
         """
-        source = self.directory if directory is None else Path(directory)
-        found = self._on_first_rank(lambda: self._find(source))
+        self.wait()
+        found = self._on_first_rank(lambda: self._find(directory))
         if found is None:
             if directory is not None:
                 raise MissingError(f"checkpoint {directory}: no whole checkpoint there")
             return None
         checkpoint, manifest = Path(found[0]), found[1]
-        for name, role in roles.items():
-            if name not in manifest["roles"]:
-                raise StoreError(f"checkpoint {checkpoint}: holds {manifest['roles']}, not {name!r}")
-            role.load(checkpoint / name)
-        if manifest["layout"] == str(self.world.layout):
-            path = checkpoint / "rng" / f"rank-{self.world.rank:05d}.pt"
-            set_rng_state(torch.load(path, weights_only=True))
-        return json.loads((checkpoint / STATE).read_text())
+        with in_use(checkpoint):
+            for name, role in roles.items():
+                if name not in manifest["roles"]:
+                    raise StoreError(f"checkpoint {checkpoint}: holds {manifest['roles']}, not {name!r}")
+                role.load(checkpoint / name)
+            if manifest["layout"] == str(self.world.layout):
+                path = checkpoint / "rng" / f"rank-{self.world.rank:05d}.pt"
+                set_rng_state(torch.load(path, weights_only=True))
+            state = json.loads((checkpoint / STATE).read_text())
+        self.step = manifest["step"] if directory is None else None
+        return state
 
-    def _prepare(self, saving: Path, roles: Mapping[str, Saveable]) -> None:
-        for leftover in self.directory.glob(f"{_SAVING}*"):
-            shutil.rmtree(leftover)
-        for name in (*roles, "rng"):
-            (saving / name).mkdir(parents=True)
+    def _find(self, directory: str | Path | None) -> tuple[str, dict[str, Any]] | None:
+        found = self.files.find(directory)
+        return found and (str(found[0]), found[1])
 
-    def _commit(self, saving: Path, final: Path, step: int, state: dict[str, Any]) -> None:
-        write_atomic(saving / STATE, json.dumps(state, indent=1))
-        roles = sorted(path.name for path in saving.iterdir() if path.is_dir() and path.name != "rng")
-        write_manifest(saving, {"step": step, "layout": str(self.world.layout), "roles": roles})
-        replaced = self.directory / (_REPLACED + final.name)
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(saving, final)
-        sync_directory(self.directory)
-        write_atomic(self.directory / LATEST, json.dumps({"checkpoint": final.name, "step": step}))
-        shutil.rmtree(replaced, ignore_errors=True)
-        for old in _by_age(self.directory)[self.keep_last:]:
-            # Under its temporary name first: a removal that is interrupted leaves no half a checkpoint.
-            doomed = self.directory / (_SAVING + old.name)
-            os.rename(old, doomed)
-            shutil.rmtree(doomed)
+    def _best(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        best = self.files.keep_best
+        return {best.metric: float((metrics or {})[best.metric])} if best else {}
 
-    def _find(self, source: Path) -> tuple[str, dict[str, Any]] | None:
-        """The newest whole checkpoint and its manifest; warns about each that is not."""
-        if source.name.startswith("step-"):
-            candidates = [source]
-        else:
-            candidates = _by_age(source)
-            try:
-                named = source / json.loads((source / LATEST).read_text())["checkpoint"]
-            except FileNotFoundError:
-                named = None
-            except (OSError, ValueError, KeyError) as error:
-                self._warn(f"checkpoint {source / LATEST} cannot be read ({error}); taking the newest whole one")
-                named = None
-            if named is not None and named not in candidates:
-                self._warn(f"checkpoint {named}: {LATEST} names it but it is not there; taking the newest whole one")
-        for candidate in candidates:
-            try:
-                return str(candidate), read_manifest(candidate)
-            except ValueError as error:
-                self._warn(f"checkpoint {candidate} is not whole: {error}; taking the one before")
-        return None
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
-    def _on_first_rank(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0; its result, or its failure, reaches all ranks."""
+    def _write(self, job: "_Job") -> None:
+        try:
+            written = self._on_every_rank(lambda: job.write(self.world.rank))
+            self._on_first_rank(lambda: self._commit(job, written), self._group)
+        except BaseException as error:  # noqa: BLE001
+            # A thread cannot raise: the training's next `poll` or `wait` does.
+            self._failure = error
+
+    def _commit(self, job: "_Job", written: list[dict[str, Any]]) -> None:
+        for name, snapshot in job.snapshots.items():
+            snapshot.seal([rank[name] for rank in written])
+        self.files.commit(job.saving, job.about, job.state)
+
+    def _on_first_rank(self, action: Callable[[], Any], group: Any = None) -> Any:
+        """Run `action` on rank 0; its result, or its failure, reaches all ranks.
+
+        Args: group: None in the main thread, the threads' own in a thread.
+        """
         outcome: list[Any] = [None, None]
         if self.world.rank == 0:
             outcome = _attempt(action)
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
         if outcome[1]:
             raise StoreError(outcome[1])
         return outcome[0]
 
-    def _on_every_rank(self, action: Callable[[], Any]) -> None:
-        """Run `action` on all ranks and wait for all; a failure of one reaches all."""
+    def _on_every_rank(self, action: Callable[[], Any]) -> list[Any]:
+        """Run `action` on all ranks, in the thread; all results, or the first failure on every rank."""
         outcomes: list[Any] = [None] * self.world.size
-        dist.all_gather_object(outcomes, _attempt(action)[1])
-        failures = [failure for failure in outcomes if failure]
+        dist.all_gather_object(outcomes, _attempt(action), group=self._group)
+        failures = [failure for _, failure in outcomes if failure]
         if failures:
             raise StoreError(failures[0])
+        return [result for result, _ in outcomes]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one rank's thread has to write; nothing of it changes while the training goes on."""
+
+    saving: Path
+    snapshots: Mapping[str, Snapshot]
+    rng: bytes
+    about: dict[str, Any]
+    state: dict[str, Any]
+
+    def write(self, rank: int) -> dict[str, Any]:
+        """This rank's files; what each role's `seal` needs."""
+        written = {name: snapshot.write() for name, snapshot in self.snapshots.items()}
+        with open(self.saving / "rng" / f"rank-{rank:05d}.pt", "wb") as file:
+            file.write(self.rng)
+        return written
 
 
 def _attempt(action: Callable[[], Any]) -> list[Any]:
-    """[result, None] or [None, one line that says what failed]."""
+    """[result, None] or [None, one line that says what failed]: peers wait for the outcome, whatever it is."""
     try:
         return [action(), None]
     except OSError as error:
         return [None, f"checkpoint {error.filename or ''}: {error.strerror or error}"]
+    except Exception as error:  # noqa: BLE001
+        return [None, f"checkpoint: {type(error).__name__}: {error}"]
 
 
-def _save_tensors(state: dict[str, Any], path: Path) -> None:
-    torch.save(state, path)
-
-
-def _by_age(directory: Path) -> list[Path]:
-    """Checkpoints by step, newest first."""
-    return sorted((path for path in directory.glob("step-*") if path.is_dir()), key=_step_of, reverse=True)
-
-
-def _step_of(path: Path) -> int:
-    digits = path.name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else -1
+def _as_bytes(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

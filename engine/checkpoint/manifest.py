@@ -9,7 +9,7 @@ from typing import Any
 from engine.store import MANIFEST, sha256_file, write_atomic
 from engine.store import sync_directory as sync
 
-FORMAT = 1
+FORMAT = 2
 PARALLEL_FILES = 4
 
 

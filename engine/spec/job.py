@@ -27,6 +27,14 @@ PROGRESS_FILE = "progress.json"
 EXIT_FILE = "exit.json"
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
+OUTBOX_FILE = "tracking.jsonl"
+"""For MLflow: parameters, tags, inputs and artifacts, in the order they were given."""
+SENT_FILE = "tracking.sent.json"
+"""How many bytes of METRICS_FILE and OUTBOX_FILE MLflow has."""
+ATTEMPT_FILE = "attempt"
+"""Number of the attempt that may write; locked (flock) while it changes and while something is committed."""
+ATTEMPT_VARIABLE = "RATCHET_ATTEMPT"
+"""Environment variable by which an engine knows its own attempt."""
 
 
 class RunResult(Spec):

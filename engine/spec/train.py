@@ -44,6 +44,18 @@ class RolloutSpec(Spec):
     """Give the memory of generation back while training; False keeps it for a faster return to generation."""
 
 
+class KeepBest(Spec):
+    """Which checkpoint is the best of a stage."""
+
+    metric: str
+    """A metric of the iterations, for example `reward/mean`; it is an error when they do not measure it."""
+    better: Literal["higher", "lower"] = "higher"
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Whether `value` beats `than`; NaN beats nothing."""
+        return value > than if self.better == "higher" else value < than
+
+
 class TrainingSpec(Spec):
     """What all stages that train models have in common."""
 
@@ -68,6 +80,11 @@ class TrainingSpec(Spec):
     """Iterations between checkpoints; None: only at the end of the stage."""
     checkpoints_kept: Count = 2
     """Newest checkpoints of the stage that are kept."""
+    keep_best: KeepBest | None = None
+    """Keep the best checkpoint of the stage beside the newest; `best.json` names it."""
+    stall_limit_s: Annotated[int, Field(ge=60)] = 3600
+    """Without a sign of progress for so long the job is ended as hung; longer than the longest phase of an iteration,
+    compilations included."""
     export_dir: URI
     """Where the Hugging Face directory of the trained model goes."""
     seed: int = 0

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ from engine.store.hashing import hash_dir, hash_model_dir, sha256_bytes, sha256_
 __all__ = [
     "MANIFEST", "delete", "download_dir", "download_file", "exists", "fingerprint", "hash_dir", "hash_model_dir",
     "is_s3", "join", "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes", "sha256_file",
-    "sync_directory", "upload_dir", "upload_file", "write_atomic", "write_bytes",
+    "sync_directory", "upload_dir", "upload_file", "upload_files", "write_atomic", "write_bytes",
 ]
 
 MANIFEST = "manifest.json"
@@ -149,10 +150,15 @@ def download_file(uri: str | Path, target: str | Path) -> None:
 def upload_dir(source: str | Path, uri: str | Path, last: str = MANIFEST) -> None:
     """Copy a local directory to `uri`, files in parallel, the file `last` after all others (if there is one)."""
     names = list_files(source)
-    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-        list(pool.map(lambda name: upload_file(Path(source, name), join(uri, name)), [n for n in names if n != last]))
+    upload_files(source, uri, [name for name in names if name != last])
     if last in names:
         upload_file(Path(source, last), join(uri, last))
+
+
+def upload_files(source: str | Path, uri: str | Path, names: Iterable[str]) -> None:
+    """Copy some files of a local directory, named relative to it, to the same names under `uri`, in parallel."""
+    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        list(pool.map(lambda name: upload_file(Path(source, name), join(uri, name)), names))
 
 
 def download_dir(uri: str | Path, target: str | Path) -> None:

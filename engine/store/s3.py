@@ -14,11 +14,14 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
-from engine.errors import MissingError, StoreError
+from engine.errors import CorruptError, MissingError, StoreError
 from engine.store.hashing import sha256_bytes, sha256_file
+from engine.store.multipart import Target
 
 ATTEMPTS = 6
 """Tries of one request; botocore waits longer from one to the next."""
+ANSWER_LIMIT_S = 60.0
+"""A store that says nothing for so long is asked again."""
 PART_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
 TRANSFER = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4)
@@ -95,11 +98,24 @@ def list_keys(uri: str) -> list[str]:
 
 
 def upload(source: Path, uri: str) -> None:
-    """Copy a local file to an object, in parallel parts with checksums when it is large."""
+    """Copy a local file to an object, in parallel parts with checksums when it is large.
+
+    Nothing is sent when the object has this content already, so an upload that is tried again only sends the rest.
+    """
     bucket, key = split(uri)
     try:
-        _client().upload_file(str(source), bucket, key, Config=TRANSFER,
-                              ExtraArgs={"Metadata": {HASH_KEY: sha256_file(source)}, "ChecksumAlgorithm": "CRC32"})
+        size, metadata = source.stat().st_size, {HASH_KEY: sha256_file(source)}
+        if _holds(bucket, key, size, metadata):
+            return
+        if size <= PART_BYTES:
+            _client().put_object(Bucket=bucket, Key=key, Body=source.read_bytes(), Metadata=metadata,
+                                 ChecksumAlgorithm="CRC32")
+            return
+        target = Target(_client(), bucket, key, metadata, PART_BYTES)
+        target.upload(source)
+        if not _holds(bucket, key, size, metadata):
+            # It went on with an upload that was begun for another content, whose metadata it keeps.
+            target.upload(source, resume=False)
     except OSError as error:
         raise StoreError(f"upload {source} to {uri}: {error.strerror or error}") from None
     except FAILURES as error:
@@ -228,10 +244,20 @@ def _head(bucket: str, key: str) -> dict | None:
         raise
 
 
+def _holds(bucket: str, key: str, size: int, metadata: dict[str, str]) -> bool:
+    try:
+        head = _head(bucket, key)
+    except ClientError as error:
+        if error.response["Error"]["Code"] == "403":
+            return False  # the right to read is another one than the right to write
+        raise
+    return head is not None and head["ContentLength"] == size and head["Metadata"] == metadata
+
+
 def _check_hash(operation: str, uri: str, metadata: dict[str, str], sha256: str) -> None:
     expected = metadata.get(HASH_KEY, sha256)
     if sha256 != expected:
-        raise StoreError(f"{operation} {uri}: sha256 {sha256[:12]} is not the {expected[:12]} it was written with")
+        raise CorruptError(f"{operation} {uri}: sha256 {sha256[:12]} is not the {expected[:12]} it was written with")
 
 
 def _client() -> Any:
@@ -242,7 +268,7 @@ def _client() -> Any:
 def _client_at(endpoint: str | None, pid: int) -> Any:
     # One client a process and endpoint: they are thread-safe, but not across a fork.
     return boto3.client("s3", endpoint_url=endpoint, config=Config(
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=10, read_timeout=60,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS}, connect_timeout=10, read_timeout=ANSWER_LIMIT_S,
         max_pool_connections=64))
 
 

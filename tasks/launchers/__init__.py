@@ -13,9 +13,10 @@ LAUNCHERS = ("local",)
 class Launcher(Protocol):
     """What every launcher offers. `record` is the content of job.json."""
 
-    def start(self, directory: Path, stage: str, *, attempt: int, ranks: int) -> None:
+    def start(self, directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int | None = None) -> None:
         """Start `python -m engine STAGE DIRECTORY` and return when job.json says so.
 
+        Args: attempt: given to the engine as RATCHET_ATTEMPT; stall_limit_s: without progress for so long it is ended.
         Raises:
             SpecError: the job needs more than this place has.
             FaultError: it did not start.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import FaultError, SpecError
-from engine.spec.job import HEARTBEAT_FILE, JOB_FILE
+from engine.spec.job import ATTEMPT_VARIABLE, HEARTBEAT_FILE, JOB_FILE
 from tasks import deployment
+from tasks.launchers.deadman import FIRST_BEAT_LIMIT_S, HEARTBEAT_LIMIT_S
 from tasks.launchers.processes import JOB_VARIABLE, Mark, is_running, session_of
 
 START_LIMIT_S = 30.0
@@ -24,15 +25,17 @@ FOREIGN_HEARTBEAT_S = 60.0
 PRIVATE_PREFIXES = ("AIRFLOW_", "_AIRFLOW", "__AIRFLOW", "RATCHET_STACK")
 
 
-def start(directory: Path, stage: str, *, attempt: int, ranks: int) -> None:
+def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int | None = None) -> None:
     """Start the wrapper of a job and wait until it has written job.json."""
     root = Path(__file__).resolve().parents[2]
     slots, need, gpus = slots_for(stage, ranks)
     command = [deployment.engine_python(), "-u", "-m", "engine", stage, str(directory)]
     config = {"directory": str(directory), "attempt": attempt, "command": command, "slots": slots, "need": need,
-              "gpus": gpus}
+              "gpus": gpus, "limits": {"heartbeat_limit_s": HEARTBEAT_LIMIT_S, "first_limit_s": FIRST_BEAT_LIMIT_S,
+                                       "stall_limit_s": stall_limit_s}}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE_PREFIXES)}
-    environment |= {JOB_VARIABLE: str(directory), "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+    environment |= {JOB_VARIABLE: str(directory), ATTEMPT_VARIABLE: str(attempt), "PYTHONPATH": str(root),
+                    "PYTHONUNBUFFERED": "1"}
     wrapper = subprocess.Popen(
         [sys.executable, "-m", "tasks.launchers.wrapper", json.dumps(config)], env=environment, cwd=root,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

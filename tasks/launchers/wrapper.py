@@ -14,16 +14,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tasks.launchers.processes import Mark, identity
+from tasks.launchers.deadman import TICK_S, DeadMan
+from tasks.launchers.processes import Mark, identity, send
 
 LOCK_FILE = "wrapper.lock"
 GRACE_S = 1.5
 """Seconds the engine gets to end by itself; the whole kill has to fit in 5."""
+STACKS_S = 1.0
+"""Seconds a hung engine gets to write where its threads are."""
 EXIT_FAULT = 3
 EXIT_KILLED = 130
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -39,7 +43,7 @@ def main(config: dict[str, Any]) -> int:
 
     Args:
         config: `directory`, `attempt`, `command` (argv), `slots` (files of which to hold `need`), `need`, `gpus`
-            (whether slots are GPUs).
+            (whether slots are GPUs), `limits` (of `DeadMan`).
     """
     directory = Path(config["directory"])
     with open(directory / LOCK_FILE, "a") as lock:
@@ -52,9 +56,17 @@ def main(config: dict[str, Any]) -> int:
         started = time.time()
         write_json(directory / "job.json", describe(config, started))
         code, signum = run(directory, config)
-        write_json(directory / "exit.json", {
-            "code": code, "signal": signum, "attempt": config["attempt"], "started": started, "finished": time.time()})
+        if may_write(directory, config["attempt"]):
+            write_json(directory / "exit.json", {
+                "code": code, "signal": signum, "attempt": config["attempt"], "started": started,
+                "finished": time.time()})
     return 0
+
+
+def may_write(directory: Path, attempt: int) -> bool:
+    """Whether no later attempt has begun: how this one ended is nobody's concern then."""
+    with open(directory / "attempt") as file:
+        return file.read().strip() == str(attempt)
 
 
 def describe(config: dict[str, Any], started: float) -> dict[str, Any]:
@@ -87,11 +99,14 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
     environment = dict(os.environ)
     if config["gpus"]:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    watch = Watch(directory, config["limits"])
     try:
         engine = subprocess.Popen(
             config["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=directory,
             env=environment)
+        watch.start()
         status = reap_until(engine.pid)
+        watch.stop()
         mark_of(directory).end(grace_s=0.0)
     except Stopped:
         ignore_stop()
@@ -100,9 +115,42 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
     except OSError as error:
         log.write(f"error: cannot start {config['command'][0]}: {error}\n".encode())
         return EXIT_FAULT, None
+    if watch.verdict:
+        log.write(f"error: the engine hung and was ended: {watch.verdict}\n".encode())
+        return EXIT_FAULT, None
     if os.WIFSIGNALED(status):
         return 128 + os.WTERMSIG(status), os.WTERMSIG(status)
     return os.WEXITSTATUS(status), None
+
+
+class Watch(threading.Thread):
+    """Ends an engine that hangs: it would hold its lease, and its task would wait, for ever."""
+
+    def __init__(self, directory: Path, limits: dict[str, Any]):
+        super().__init__(name="watch", daemon=True)
+        self.verdict: str | None = None
+        """Why the engine was ended."""
+        self._directory = directory
+        self._deadman = DeadMan(directory / "heartbeat", **limits)
+        self._tick_s = limits.get("tick_s", TICK_S)
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Look until the engine has ended or hangs."""
+        while not self._over.wait(self._tick_s):
+            self.verdict = self._deadman.look()
+            if self.verdict:
+                if self._deadman.pid is not None:
+                    # The engine then writes the stacks of all its threads: where it hangs.
+                    send({self._deadman.pid}, signal.SIGUSR1)
+                    self._over.wait(STACKS_S)
+                mark_of(self._directory).end(grace_s=GRACE_S)
+                return
+
+    def stop(self) -> None:
+        """The engine has ended."""
+        self._over.set()
+        self.join()
 
 
 def reap_until(pid: int) -> int:

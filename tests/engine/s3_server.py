@@ -1,15 +1,17 @@
 """moto's S3 on 127.0.0.1, with faults on request."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import parse_qs
 
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 Fault = Callable[[dict[str, Any]], str | None]
-"""Looks at a request (WSGI environ) and names what happens to it: `500`, `403`, `503`, `drop`, or None."""
+"""Looks at a request (WSGI environ) and names what happens to it: `500`, `403`, `503`, `drop`, `slow`, or None."""
 
 
 class S3Server:
@@ -18,6 +20,8 @@ class S3Server:
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, str]] = []
         """Method, path and Range header of each request."""
+        self.queries: list[dict[str, list[str]]] = []
+        """Query of each request."""
         self.fault: Fault | None = None
         self._application = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self, threaded=True)
@@ -30,7 +34,11 @@ class S3Server:
 
     def __call__(self, environ: dict[str, Any], start_response: Callable) -> Any:
         self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("HTTP_RANGE", "")))
+        self.queries.append(parse_qs(environ["QUERY_STRING"]))
         kind = self.fault(environ) if self.fault else None
+        if kind == "slow":
+            time.sleep(1.0)
+            return self._application(environ, start_response)
         if kind == "drop":
             return _half(self._application(environ, start_response))
         if kind:

@@ -271,3 +271,90 @@ def test_a_model_is_known_by_its_weights_alone(tmp_path):
 def test_the_store_loads_neither_torch_nor_boto3_until_it_is_needed():
     code = "import sys, engine.store; print(sorted({'torch', 'boto3', 'pyarrow'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def parts_sent(server):
+    return sorted(int(query["partNumber"][0]) for query in server.queries if "partNumber" in query)
+
+
+def large_file(tmp_path, parts=4):
+    source = tmp_path / "large"
+    source.write_bytes(os.urandom((parts - 1) * s3.PART_BYTES + 123))
+    return source
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)  # S3 takes no smaller ones
+
+
+def refuse_part(number):
+    return lambda request: "403" if f"partNumber={number}" in request["QUERY_STRING"] else None
+
+
+def test_an_interrupted_upload_goes_on_with_the_parts_that_are_missing(server, tmp_path, small_parts):
+    source = large_file(tmp_path)
+    server.fault = refuse_part(3)
+    with pytest.raises(StoreError, match="AccessDenied"):
+        store.upload_file(source, "s3://bucket/large")
+    assert not store.exists("s3://bucket/large")
+    server.fault, sent = None, parts_sent(server)
+    assert 3 in sent and 1 in sent
+    server.queries.clear()
+    store.upload_file(source, "s3://bucket/large")
+    assert 3 in parts_sent(server) and 1 not in parts_sent(server)
+    store.download_file("s3://bucket/large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
+
+
+def test_an_interrupted_upload_of_another_content_is_not_mixed_in(server, tmp_path, small_parts):
+    source = large_file(tmp_path)
+    server.fault = refuse_part(4)
+    with pytest.raises(StoreError):
+        store.upload_file(source, "s3://bucket/large")
+    server.fault = None
+    content = bytearray(source.read_bytes())
+    content[-1] ^= 1  # the parts that are there stay right, what was recorded of the whole does not
+    source.write_bytes(content)
+    store.upload_file(source, "s3://bucket/large")
+    store.download_file("s3://bucket/large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == content
+
+
+def test_what_is_there_already_is_not_sent_again(server, tmp_path):
+    for name in ("a", "b", "manifest.json"):
+        store.write_bytes(tmp_path / "d" / name, name * 10)
+    server.fault = lambda request: "403" if request["PATH_INFO"].endswith("/b") else None
+    with pytest.raises(StoreError):
+        store.upload_dir(tmp_path / "d", "s3://bucket/d")
+    server.fault = None
+    server.requests.clear()
+    store.upload_dir(tmp_path / "d", "s3://bucket/d")
+    assert sorted(path[-2:] for method, path, _ in server.requests if method == "PUT") == ["/b", "on"]
+
+
+def test_parts_survive_server_errors_and_throttling(server, tmp_path, small_parts):
+    source, seen = large_file(tmp_path), set()
+
+    def first_time(request):
+        part = request["QUERY_STRING"]
+        if "partNumber" not in part or part in seen:
+            return None
+        seen.add(part)
+        return "503" if len(seen) % 2 else "500"
+
+    server.fault = first_time
+    store.upload_file(source, "s3://bucket/large")
+    assert len(seen) == 4
+    store.download_file("s3://bucket/large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
+
+
+def test_a_store_that_does_not_answer_is_asked_again(server, monkeypatch):
+    store.write_bytes("s3://bucket/x", b"content")
+    monkeypatch.setattr(s3, "ANSWER_LIMIT_S", 0.3)
+    s3._client_at.cache_clear()
+    slow = iter(["slow"])
+    server.fault = lambda request: next(slow, None)
+    assert store.read_bytes("s3://bucket/x") == b"content"
+    s3._client_at.cache_clear()

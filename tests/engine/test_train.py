@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from engine import store
+from tests.engine.s3_server import s3_server
 from tests.engine.test_evaluate import prepare_prompts
 from tests.engine.tiny_models import make_reward_model, make_tiny_model
 
@@ -110,6 +113,15 @@ def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(world, undisturbe
     timeless = [{name: value for name, value in row.items() if not name.startswith("time/") and "_per_s" not in name}
                 for row in (metrics_of(undisturbed)[-1], metrics_of(job)[-1])]
     assert timeless[0] == timeless[1]
+    # Killed once more, between the last checkpoint and the result: the result is the same.
+    first = json.loads((job / "result.json").read_text())
+    (job / "result.json").unlink()
+    shutil.rmtree(job / "export")
+    again = run(job)
+    assert again["hashes"] == first["hashes"] and again["policy_version"] == first["policy_version"]
+    timeless = [{name: value for name, value in result["metrics"].items() if not name.startswith("memory/")}
+                for result in (first, again)]
+    assert timeless[0] == timeless[1] and "reward/mean" in timeless[1]
 
 
 def test_a_stage_starts_where_the_stage_before_ended(world, undisturbed):
@@ -146,3 +158,39 @@ def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, genera
                      "critic/grad_norm", "actor/entropy"):
             assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-5), name
     assert any(0 < row["reward/mean"] < 1 for row in metrics_of(job))
+
+
+CANARIES = {"AWS_SESSION_TOKEN": "CANARYTOKEN", "OPENAI_API_KEY": "CANARYKEY", "MLFLOW_TRACKING_PASSWORD": "CANARYWORD",
+            "RATCHET_JUDGE_KEY": "CANARYJUDGE", "HF_TOKEN": "CANARYHF"}
+
+
+def test_stages_go_on_through_an_object_store_and_write_no_secret_anywhere(world, undisturbed, monkeypatch, tmp_path):
+    """Two stages whose checkpoints and exports are in S3 are one stage on a disk."""
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:CANARYPASSWORD@127.0.0.1:1")
+    with s3_server(monkeypatch) as server:
+        jobs = []
+        resume: dict = {}
+        for name, iterations in (("s3-first", 1), ("s3-second", 2)):
+            jobs.append(write_job(
+                world, name, checkpoint_dir=f"s3://bucket/{name}/checkpoints", export_dir=f"s3://bucket/{name}/export",
+                iterations=iterations, keep_best={"metric": "reward/mean"}, **resume))
+            result = run(jobs[-1])
+            resume = {"resume_from": result["outputs"]["checkpoint"]}
+        assert result["outputs"]["export"] == "s3://bucket/s3-second/export"
+        assert store.exists(f"{result['outputs']['best_checkpoint']}/manifest.json")
+        store.download_dir(result["outputs"]["export"], tmp_path / "export")
+        objects = [store.read_bytes(f"s3://bucket/{name}") for name in store.list_files("s3://bucket")]
+        assert server.requests
+    expected, found = weights_of(str(undisturbed / "export")), weights_of(str(tmp_path / "export"))
+    assert all(expected[name].equal(found[name]) for name in expected)
+    written = [path.read_bytes() for job in jobs for path in job.rglob("*") if path.is_file()]
+    assert len(written) > 20 and not [content for content in (*written, *objects) if b"CANARY" in content]
+
+
+def test_checkpoints_of_another_spec_are_not_gone_on_from(world, undisturbed):
+    other = write_job(world, "other", iterations=4, checkpoint_dir=str(undisturbed / "checkpoints"))
+    assert start(other).wait(timeout=600) == 2
+    said = (other / "log.txt").read_text().splitlines()[-1]
+    assert "holds checkpoints of a job with another spec; choose another directory, or remove it" in said

@@ -4,9 +4,11 @@ What a job does is read from the JSON file that RATCHET_FAKE_PLAN names: for eac
 path) a list of behaviours, one an attempt, the last one for all later attempts; under `scores` the mean reward of every
 model, by a part of its URI; under `real` parts of the directories of jobs that the real engine does. A behaviour may
 hold `seconds` to run, `exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die
-by), `half_line` (to die in), `result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print).
+by), `half_line` (to die in), `result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print),
+`beats` and `moves` (seconds for which the heartbeat, and the progress in it, go on; it then only lives).
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -71,6 +73,17 @@ def evaluation(directory: Path, spec: dict) -> dict:
     return {"outputs": outputs, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
 
 
+def beat(directory: Path, beats_s: float, moves_s: float) -> None:
+    """Write heartbeats for a while, as the engine's thread does; stacks on request, as the engine."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for step in range(int(beats_s * 20)):
+        moves = min(step, int(moves_s * 20))
+        partial = directory / ".heartbeat"
+        partial.write_text(json.dumps({"step": step, "moves": moves, "pid": os.getpid()}))
+        partial.rename(directory / "heartbeat")
+        time.sleep(0.05)
+
+
 def main() -> int:
     """Act as an engine process."""
     stage, directory = sys.argv[-2], Path(sys.argv[-1])
@@ -88,6 +101,8 @@ def main() -> int:
     for line in do.get("say", []):
         print(line, flush=True)
     (directory / "started").touch()
+    if "beats" in do:
+        beat(directory, do["beats"], do.get("moves", 0))
     time.sleep(do.get("seconds", 0))
     if "half_line" in do:
         print(do["half_line"], end="", flush=True)

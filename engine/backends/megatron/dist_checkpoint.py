@@ -3,19 +3,25 @@
 Always sharded `fully_reshardable`: optimizer state is written in the shapes of the parameters, not of dp's buffers.
 """
 
+import io
 import queue
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from engine.backends.megatron.index_file import check_index
 from engine.backends.megatron.model import CausalLM
 from engine.backends.megatron.optimizer import Optimizer
 from engine.errors import StoreError
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -23,46 +29,90 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True}
+FORMAT = ("torch_dist", 1)
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Writes from the calling process. Megatron forks writers, which may deadlock beside vLLM's threads, and collects
-    their results through a spawned manager, which imports `__main__` again (13 s)."""
+class _Planned(TorchDistSaveShardedStrategy):
+    """Keeps what Megatron planned to write and writes nothing.
+
+    Megatron forks writers, which may deadlock beside vLLM's threads, collects their results through a spawned manager,
+    which imports `__main__` again (13 s), and finishes with collectives of the training's own groups, which a thread
+    beside the training must not use.
+    """
+
+    writer: FileSystemWriterAsync
+    metadata: Any
+    """Of all ranks' files; on the first rank only."""
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
+        super().__init__(*FORMAT, thread_count=1)
         filesystem_async._results_queue = queue.Queue()
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        return AsyncRequest(_write, (writer,), request.finalize_fns)
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
+        return AsyncRequest(None, (), [])
 
 
-def _write(writer: FileSystemWriterAsync) -> None:
-    results: dict[int, Any] = {}
-    for index, bucket in enumerate(FileSystemWriterAsync.preload_tensors(writer.write_buckets or [])):
-        outbox: queue.Queue = queue.Queue()
-        running: queue.Queue = queue.Queue()
-        running.put(index)
-        FileSystemWriterAsync.write_preloaded_data([writer.transforms], index, bucket, outbox, running, use_fsync=True)
-        _, result = outbox.get()
-        if isinstance(result, Exception):
-            # Megatron's finalizer hands it to every rank, so that none waits for this one.
-            writer.results_queue.put(result)
-            return
-        results[index] = result
-    if writer.results_queue is not None:
-        writer.results_queue.put(results)
+class _Common(TorchCommonSaveStrategy):
+    """Keeps what all ranks have in common. Megatron would write it here and now, on the first rank alone: a full disk
+    would leave the others waiting for it."""
+
+    content = b""
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        buffer = io.BytesIO()
+        torch.save(common_state_dict, buffer)
+        self.content = buffer.getvalue()
 
 
-def save_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None:
-    """Write parameters, optimizer state and step count. Every rank calls it.
+@dataclass
+class ModelSnapshot:
+    """One model's state in CPU memory, to be written while the model trains on. Needs no collectives."""
+
+    directory: Path
+    plan: _Planned
+    common: bytes
+    buckets: list[Any]
+
+    def write(self) -> list[Any]:
+        """Write this rank's file; what `seal` needs to know of it.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        results: list[Any] = []
+        for index, bucket in enumerate(self.buckets):
+            outbox: queue.Queue = queue.Queue()
+            running: queue.Queue = queue.Queue()
+            running.put(index)
+            FileSystemWriterAsync.write_preloaded_data(
+                [self.plan.writer.transforms], index, bucket, outbox, running, use_fsync=True)
+            _, written = outbox.get()
+            if isinstance(written, Exception):
+                raise written
+            results += written
+        self.buckets = []
+        return results
+
+    def seal(self, written: list[list[Any]]) -> None:
+        """Write what all ranks have in common, and the index of their files; on the first rank, when all have written.
+
+        Args:
+            written: what `write` returned on every rank.
+        """
+        (self.directory / COMMON_STATE_FNAME).write_bytes(self.common)
+        self.plan.writer.finish(self.plan.metadata, written)
+        save_config(CheckpointingConfig(*FORMAT), str(self.directory))
+
+
+def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> ModelSnapshot:
+    """Copy parameters, optimizer state and step count to CPU memory. Every rank calls it.
 
     Args:
         directory: empty, on a file system that all ranks share.
         network, optimizer: this rank's part.
     Raises:
-        StoreError: a file could not be written; raised on every rank.
+        StoreError: the directory cannot be written.
     """
     group = optimizer.wrapped.dp_cp_group
     metadata = {**SHARDING, "dp_cp_group": group}
@@ -73,21 +123,41 @@ def save_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None
         "model": model_state,
         "optimizer": optimizer.megatron.sharded_state_dict(model_state, is_loading=False, metadata=metadata),
         "steps": optimizer.steps,
+        "skipped_in_a_row": optimizer.skipped_in_a_row,
     }
+    plan, common = _Planned(), _Common("torch", 1)
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     try:
         dist_checkpointing.save(
-            state, str(directory), FullyParallelSaveStrategyWrapper(_SaveInProcess(), group),
+            state, str(directory), FullyParallelSaveStrategyWrapper(plan, group), async_sharded_save=True,
             content_metadata=dict(SHARDING))
     except CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise StoreError(f"checkpoint {directory}: {reasons or 'another rank could not write'}") from None
+    except OSError as error:
+        raise StoreError(f"checkpoint {error.filename or directory}: {error.strerror or error}") from None
+    buckets, plan.writer.write_buckets = plan.writer.write_buckets or [], []
+    return ModelSnapshot(directory, plan, common.content, _copied(buckets))
+
+
+def _copied(buckets: list[Any]) -> list[Any]:
+    """The buckets in CPU memory; on CPU Megatron would write the tensors that the next step changes."""
+    copies = FileSystemWriterAsync.preload_tensors(buckets)
+    if torch.cuda.is_available():
+        return copies
+    return [(path, key, (texts, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, key, (texts, tensors) in copies]
 
 
 def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None:
-    """Read what `save_model` wrote, under this or another layout. Every rank calls it.
+    """Read what a snapshot wrote, under this or another layout. Every rank calls it.
 
     The optimizer's settings stay those of the job's spec; its moments and step count are read.
+
+    Raises:
+        ModelError: the files could do more than hold numbers.
     """
+    check_index(directory)
     metadata = {**SHARDING, "dp_cp_group": optimizer.wrapped.dp_cp_group}
     settings = [{name: value for name, value in group.items() if name != "params"}
                 for group in optimizer.megatron.param_groups]
@@ -104,7 +174,7 @@ def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None
     with torch.no_grad():
         network.load_state_dict(state["model"])
         optimizer.megatron.load_state_dict(state["optimizer"])
-    optimizer.steps = state["steps"]
+    optimizer.steps, optimizer.skipped_in_a_row = state["steps"], state["skipped_in_a_row"]
     for group, own in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(own)
     for part in optimizer.parts:

@@ -26,6 +26,7 @@ class Optimizer:
         self.world, self.spec, self.total_steps = world, spec, total_steps
         self.steps = 0
         """Optimizer steps so far, skipped ones included: the position in the schedule."""
+        self.skipped_in_a_row = 0
         config = network.config
         self.wrapped = DistributedDataParallel(
             config,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from engine.backends.megatron.dist_checkpoint import load_model, save_model
+from engine.backends.megatron.dist_checkpoint import ModelSnapshot, load_model, snapshot_model
 from engine.backends.megatron.heads import OutputFn, Outputs
 from engine.backends.megatron.model import CausalLM, Head, build_model
 from engine.backends.megatron.optimizer import Optimizer
@@ -150,22 +150,17 @@ class TrainedModel(Model):
         """Args: see `Model`; spec: optimizer; total_steps: optimizer steps of the run, for the schedule."""
         super().__init__(world, network, token_budget)
         self.optimizer = Optimizer(world, network, spec, total_steps)
-        self.skipped_in_a_row = 0
 
     @property
     def scheduled(self) -> Any:
         return self.optimizer.wrapped
 
-    def save(self, directory: Path) -> None:
-        """Write parameters, optimizer and step count into an empty directory. Every rank calls it.
-
-        Raises:
-            StoreError: a file could not be written; on every rank.
-        """
-        save_model(directory, self.network, self.optimizer)
+    def snapshot(self, directory: Path) -> ModelSnapshot:
+        """Copy parameters, optimizer and step count, to be written into an empty directory. Every rank calls it."""
+        return snapshot_model(directory, self.network, self.optimizer)
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote, under any layout. Every rank calls it."""
+        """Read what a snapshot wrote, under any layout. Every rank calls it."""
         load_model(directory, self.network, self.optimizer)
 
     def train_step(self, batch: TensorDict, output_fn: OutputFn, loss_fn: LossFn) -> StepReport:
@@ -190,7 +185,7 @@ class TrainedModel(Model):
         if skipped:
             self._report_skipped(loss, grad_norm, [sample for _, bad in pieces for sample in bad])
         else:
-            self.skipped_in_a_row = 0
+            self.optimizer.skipped_in_a_row = 0
         return StepReport(loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped, sums=sums)
 
     def _add_up(self, pieces: list[dict[str, Tensor]]) -> dict[str, float]:
@@ -209,11 +204,11 @@ class TrainedModel(Model):
         gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, bad_samples)
         samples = sorted({sample for part in gathered for sample in part})
-        self.skipped_in_a_row += 1
+        self.optimizer.skipped_in_a_row += 1
         message = (f"optimizer step {self.optimizer.steps - 1} skipped: loss {loss}, gradient norm {grad_norm}; "
                    f"samples {samples or 'unknown'}")
-        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise NumericsError(f"{message}; {self.skipped_in_a_row} in a row")
+        if self.optimizer.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NumericsError(f"{message}; {self.optimizer.skipped_in_a_row} in a row")
         if self.world.rank == 0:
             log.warning(message)
 

@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import pickle
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from engine.errors import MissingError, StoreError
+from engine.errors import MissingError, ModelError, StoreError
 from tests.engine.backends.megatron_cases import assemble, largest_difference, replica_rows, signal_loss
 from tests.engine.multiprocess import run_ranks, shared_ranks
 from tests.engine.resharding.hf_models import make_model
@@ -29,7 +32,7 @@ class Run:
     def __init__(self, model_dir, layout, directory, **options):
         from engine.backends.megatron.parallel import start_world
         from engine.backends.megatron.trainer import TrainedModel, load_network
-        from engine.checkpoint import Checkpoints
+        from engine.checkpoint import CheckpointFiles, Checkpoints
         from engine.layout import ParallelLayout
         from engine.spec.train import OptimizerSpec
 
@@ -38,7 +41,8 @@ class Run:
             name: TrainedModel(self.world, load_network(model_dir, self.world, head), 40, OptimizerSpec(**SETTINGS), 10)
             for name, head in (("actor", "logprobs"), ("critic", "values"))}
         self.warnings = []
-        self.checkpoints = Checkpoints(directory, self.world, warn=self.warnings.append, **options)
+        self.files = CheckpointFiles(Path(directory), warn=self.warnings.append, **options)
+        self.checkpoints = Checkpoints(self.files, self.world)
         self.batch = replica_rows(self.world)
 
     def train(self, steps):
@@ -84,7 +88,8 @@ def first_half(model_dir, layout, directory):
     run.train(2)
     run.checkpoints.save(2, run.roles, {"cursor": [1, 2], "kl": 0.1})
     saved = run.snapshot()
-    reports = run.train(2)
+    reports = run.train(2)  # while the checkpoint is being written
+    run.checkpoints.wait()
     return saved, reports, run.snapshot()
 
 
@@ -141,6 +146,7 @@ def weights_by_name(model_dir, layout, directory, save):
     if save:
         run.train(2)
         run.checkpoints.save(2, run.roles, {})
+        run.checkpoints.wait()
     else:
         run.checkpoints.load(run.roles)
     holdings = MegatronSharding(read_model_shape(model_dir), run.world.layout).holdings(run.world.rank)
@@ -174,7 +180,8 @@ def save_twice(model_dir, directory, damage):
     for step in (1, 2):
         run.train(1)
         run.checkpoints.save(step, run.roles, {"step": step})
-    newest = run.checkpoints.directory / "step-000002"
+    run.checkpoints.wait()
+    newest = run.files.directory / "step-000002"
     if damage == "truncated":
         shard = next(newest.glob("actor/*.distcp"))
         os.truncate(shard, shard.stat().st_size // 2)
@@ -216,11 +223,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_whole_one_and_says_why(dama
 
 def retain(model_dir, directory):
     run = Run(model_dir, {}, directory, keep_last=2)
-    (run.checkpoints.directory / ".saving-step-000009").mkdir(parents=True)
+    (run.files.directory / ".saving-step-000009").mkdir(parents=True)
     for step in (1, 2, 10):
         run.checkpoints.save(step, run.roles, {"step": step})
     run.checkpoints.save(10, run.roles, {"step": "again"})
-    return run.checkpoints.load(run.roles), sorted(path.name for path in run.checkpoints.directory.iterdir())
+    return run.checkpoints.load(run.roles), sorted(path.name for path in run.files.directory.iterdir())
 
 
 def test_old_checkpoints_and_leftovers_of_killed_saves_go_and_a_step_can_be_saved_again(model_dir, tmp_path):
@@ -264,15 +271,17 @@ def fail_on_rank_one(model_dir, directory, where):
             return full if name == "fsync" else getattr(os, name)
 
     target, name, stand_in = {
-        "rng": (checkpoints, "_save_tensors", full), "shards": (filesystem_async, "os", FullDisk())}[where]
-    original = getattr(target, name)
+        "rng": (checkpoints, "open", full), "shards": (filesystem_async, "os", FullDisk())}[where]
     if run.world.rank == 1:
         setattr(target, name, stand_in)
     try:
+        run.checkpoints.save(2, run.roles, {"step": 2})
         with pytest.raises(StoreError) as failure:
-            run.checkpoints.save(2, run.roles, {"step": 2})
+            while True:  # the training goes on; the next iteration is told
+                run.train(1)
+                run.checkpoints.poll()
     finally:
-        setattr(target, name, original)
+        target.open, filesystem_async.os = open, os
     return str(failure.value), run.checkpoints.load(run.roles), run.warnings
 
 
@@ -314,3 +323,93 @@ def test_a_role_directory_holds_no_more_than_one_file_a_rank_and_role(model_dir,
     shards = sorted(path.name for path in (tmp_path / "step-000002" / "actor").glob("*.distcp"))
     assert shards == ["__0_0.distcp", "__1_0.distcp"]
     assert not list(tmp_path.glob(".*"))
+
+
+class SlowRole:
+    """A role whose write waits until it is told to go on."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def snapshot(self, directory):
+        self.directory = directory
+        return self
+
+    def write(self):
+        assert self.go.wait(60)
+        (self.directory / "content").write_text("x")
+
+    def seal(self, written):
+        assert written == [None]
+
+
+def train_beside_a_slow_save(directory):
+    from engine.backends.megatron.parallel import start_world
+    from engine.checkpoint import CheckpointFiles, Checkpoints
+    from engine.layout import ParallelLayout
+
+    role, state = SlowRole(), {"iteration": 1}
+    checkpoints = Checkpoints(CheckpointFiles(Path(directory)), start_world(ParallelLayout()))
+    path = checkpoints.save(1, {"actor": role}, state)
+    state["iteration"] = 2
+    checkpoints.poll()
+    returned_early = not path.exists()
+    role.go.set()
+    checkpoints.close()
+    return returned_early, json.loads((path / "state.json").read_text()), checkpoints.load({})
+
+
+def test_the_training_goes_on_while_a_save_is_written_and_no_exit_comes_before_its_end(tmp_path):
+    early, written, loaded = shared_ranks(1).run(train_beside_a_slow_save, str(tmp_path))[0]
+    assert early
+    assert written == loaded == {"iteration": 1}
+
+
+def skip_and_resume(model_dir, directory):
+    run = Run(model_dir, {}, directory)
+    run.roles["actor"].optimizer.skipped_in_a_row = 2
+    run.checkpoints.save(1, run.roles, {})
+    run.roles["actor"].optimizer.skipped_in_a_row = 0
+    run.checkpoints.load(run.roles)
+    return run.roles["actor"].optimizer.skipped_in_a_row
+
+
+def test_the_count_of_skipped_steps_survives(model_dir, tmp_path):
+    assert shared_ranks(1).run(skip_and_resume, model_dir, str(tmp_path))[0] == 2
+
+
+class Bomb:
+    """Runs something when it is unpickled without care."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def load_a_foreign_checkpoint(model_dir, directory, name):
+    """A checkpoint whose manifest is right but one of whose files runs code."""
+    from engine.checkpoint.manifest import write_manifest
+
+    run = Run(model_dir, {}, directory)
+    run.checkpoints.save(1, run.roles, {})
+    run.checkpoints.wait()
+    checkpoint = run.files.directory / "step-000001"
+    for path in checkpoint.rglob(name):
+        if name == ".metadata":
+            path.write_bytes(pickle.dumps(Bomb(f"{directory}/exploded")))
+        else:
+            torch.save(Bomb(f"{directory}/exploded"), path)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, {"step": 1, "layout": str(run.world.layout), "roles": sorted(run.roles), "metrics": {}})
+    with pytest.raises((ModelError, pickle.UnpicklingError)) as refused:
+        run.checkpoints.load(run.roles)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "rank-00000.pt"])
+def test_a_foreign_checkpoint_runs_no_code(name, model_dir, tmp_path):
+    said = shared_ranks(1).run(load_a_foreign_checkpoint, model_dir, str(tmp_path), name)[0]
+    assert "pathlib.Path.touch" in said or "Weights only load failed" in said
+    assert not (tmp_path / "exploded").exists()

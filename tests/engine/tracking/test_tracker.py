@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name
 
-from engine.mlflow_sender import SENT_FILE
 from engine.spec import TrackingSpec
+from engine.spec.job import SENT_FILE
 from engine.spec.tracking import clean_metric_name
 from engine.tracking import DatasetInput, Tracker, read_metrics
 from tests.mlflow_server import Forwarder, free_port
@@ -83,6 +83,14 @@ def test_a_resumed_stage_writes_no_step_twice(tmp_path):
     for step in range(3, 8):
         resumed.log(step, {"x": step})
     assert [step for step, _, _ in read_metrics(tmp_path / "metrics.jsonl")] == list(range(8))
+
+
+def test_a_step_is_on_the_disk_when_its_iteration_goes_on(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    with Tracker(tmp_path, OFF) as tracker:
+        tracker.log(1, {"reward": 1.0})
+        assert synced == [(tmp_path / "metrics.jsonl").stat().st_size]
 
 
 def test_a_line_torn_by_a_kill_is_dropped_and_its_step_written_again(tmp_path):

@@ -50,9 +50,10 @@ def test_a_job_directory_depends_on_run_and_task_and_never_collides(tmp_path):
     directory = jobs.job_directory(tmp_path, "train_ppo", "manual__2026-11-29T10:00:00+00:00", "stage_1.train")
     assert directory == jobs.job_directory(tmp_path, "train_ppo", "manual__2026-11-29T10:00:00+00:00", "stage_1.train")
     assert directory.relative_to(tmp_path / "jobs" / "train_ppo").parts[1] == "stage_1.train"
-    ids = ["a/b", "a-b", "a:b", "a b", "../a", "..", ".a", "a"]
+    ids = ["a/b", "a-b", "a:b", "a b", "../a", "..", ".a", "a", "a" * 250, "a" * 251, "a/" * 125, "a:" * 125]
     assert len({jobs.safe_name(name) for name in ids}) == len(ids)
     assert all("/" not in jobs.safe_name(n) and not jobs.safe_name(n).startswith(".") for n in ids)
+    assert all(len(jobs.safe_name(n)) <= 255 for n in ids)
     assert jobs.job_directory(tmp_path, "d", "r", "t", 3).name == "3"
 
 
@@ -116,6 +117,25 @@ def test_forcing_another_spec_ends_the_running_job_first(deployment):
     jobs.submit(directory, spec.model_copy(update={"max_prompt_tokens": 10}), local, force=True)
     assert old and not any(Path(f"/proc/{pid}").exists() and pid in processes_of(directory) for pid in old)
     assert ended(directory).phase == "done"
+
+
+def test_nothing_of_the_replaced_job_is_gone_on_from(deployment):
+    checkpoints = deployment.home / "store" / "checkpoints"
+    train = parse_spec({"stage": "train", "model": "/m", "prompts": "/p", "checkpoint_dir": str(checkpoints),
+                        "export_dir": str(deployment.home / "e"), **train_section()})
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    jobs.submit(directory, train, local)
+    ended(directory)
+    (checkpoints / "step-000001").mkdir(parents=True)
+    (checkpoints / "step-000001" / "manifest.json").write_text("{}")
+    (directory / "metrics.jsonl").write_text("1\n")
+    jobs.submit(directory, train, local)
+    assert checkpoints.exists() and (directory / "metrics.jsonl").exists()
+    jobs.submit(directory, train.model_copy(update={"seed": 12345}), local, force=True)
+    assert ended(directory).phase == "done"
+    assert not checkpoints.exists() and not (directory / "metrics.jsonl").exists()
+    assert (directory / "attempts" / "1" / "metrics.jsonl").read_text() == "1\n"
+    assert (checkpoints.parent / "checkpoints.1" / "step-000001" / "manifest.json").exists()
 
 
 def test_a_job_that_was_refused_may_come_back_with_a_mended_spec(deployment):
