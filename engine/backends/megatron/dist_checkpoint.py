@@ -141,7 +141,7 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
 
 
 def _copied(buckets: list[Any]) -> list[Any]:
-    """The buckets in CPU memory. On CPU Megatron copies only tensors that are part of a larger buffer: the others would be
+    """The buckets in CPU memory. On CPU Megatron copies only tensors that are part of a larger buffer: others would be
     written as they are by then."""
     copies = FileSystemWriterAsync.preload_tensors(buckets)
     if torch.cuda.is_available():
