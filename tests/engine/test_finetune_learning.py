@@ -33,7 +33,7 @@ def test_sft_answers_words_it_has_not_seen(fine_tuned):
 @pytest.mark.parametrize(("kind", "accuracy"), [("reward_model", 0.9), ("dpo", 0.95), ("ipo", 0.95)])
 def test_preferences_are_learned_from_the_fine_tuned_model(world, fine_tuned, kind, accuracy):
     model = str(fine_tuned[0] / "export")
-    _, metrics = learn(world, f"after-{kind}", kind, model=model, optimizer={"lr": 3e-4}, iterations=60)
+    _, metrics = learn(world, f"after-{kind}", kind, model=model, optimizer={"lr": 3e-4}, iterations=120)
     assert metrics["eval/accuracy_before"] == 0.5, "a new head, or the policy that is the reference"
     assert metrics["eval/accuracy"] >= accuracy
     assert metrics["eval/chosen_score"] > metrics["eval/rejected_score"]
