@@ -47,7 +47,10 @@ class Airflow:
     def __exit__(self, *exception: object) -> None:
         processes = self.stack.processes()
         self.stack.stop()
-        left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+        # Orphans that were killed are there until init reaps them.
+        deadline = time.monotonic() + 5
+        while (left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+            time.sleep(0.1)
         assert processes and not left, f"the stack left processes: {left}"
 
     def write_preset(self, name: str, content: dict[str, Any]) -> None:
