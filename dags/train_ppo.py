@@ -3,56 +3,80 @@
 from datetime import timedelta
 from functools import partial
 
-from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param, TaskGroup
 
+from engine.spec.algorithm import ALGORITHMS
 from tasks import deployment, stages, training
 from tasks.assets import CANDIDATE
-from tasks.operators import EngineOperator, GoOnOperator
+from tasks.operators import EngineOperator, GoOnOperator, StepOperator
 from tasks.pipeline import FINETUNED, preset_names
 
 DOC = """
 ### Train a model with reinforcement learning and register the result as a candidate
 
-Choose a **preset** and trigger; every other field left empty keeps the preset's value. The run prepares the prompts,
-fine-tunes (**sft**), trains a **reward model** and runs **dpo** where the preset has these sections, trains in
-**stages** (each: train, evaluate on held-out prompts, decide whether to go on) and registers the last stage's model as
-`candidate`, which starts `review_candidate`. What is not needed is skipped.
+Choose a **preset** and trigger. A field that is left empty keeps the preset's value.
 
-A task that fails because something outside broke is tried again and goes on from its last checkpoint. A task that was
-*refused* (exit 2) or ended with bad *numerics* (exit 4) is not: read its log's last line. Mark a task failed to stop
-its engine.
+| task | does | takes GPUs |
+|---|---|---|
+| `begin` | checks the whole form, the model and the deployment; opens the MLflow run | |
+| `prepare` | freezes prompts, demonstrations and pairs | |
+| `sft`, `reward_model`, `dpo` | fine-tune before RL, where the preset has these sections | yes |
+| `stage_N.train` | some iterations of RL, from where the stage before ended | yes |
+| `stage_N.evaluate` | the model on held-out prompts, beside the one it started from | yes |
+| `stage_N.go_on` | is another stage worth it? | |
+| `register` | makes the last stage's model the `candidate`: this starts `review_candidate` | |
+| `report` | curves, answers before and after, time and cost | |
+
+What is not needed is skipped. One run at a time; the next waits.
+
+**Where to look.** The run's note says what came out, or why it failed. The tab **Ratchet** of the run has the result,
+the verdict of the review and all links; every task has links to its MLflow run, the report and the log of its job.
+
+**When a task fails.** A fault from outside (a lost process, a store, a full disk) is tried again and goes on from the
+last checkpoint. A task that was *refused* (exit 2) or ended with bad *numerics* (exit 4) is not: read the note, change
+the form and trigger again. To try one stage again, clear its task. To stop an engine, mark its task failed.
 """
 
+UNSET = {"type": ["null", "string"]}
 PARAMS = {
     "preset": Param(
         "tiny", enum=preset_names(deployment.presets()) or ["tiny"], title="Preset", section="What",
-        description="A file of `examples/`: model, prompts, algorithm, layout, gate."),
+        description="A file of the presets' folder (`examples/`): model, prompts, algorithm, layout, gate. The fields "
+                    "below change it for this run."),
     "model": Param(
-        None, type=["null", "string"], title="Model", section="What",
-        description="Hugging Face directory or s3:// to start from, instead of the preset's."),
+        None, **UNSET, title="Model", section="What",
+        description="Hugging Face directory or `s3://` to start from. Empty: the preset's."),
     "start_from": Param(
-        None, enum=[None, "base", "champion"], type=["null", "string"], title="Start from", section="What",
-        description="`champion`: train the model in production further."),
+        None, **UNSET, enum=[None, "base", "champion"], title="Start from", section="What",
+        description="`base`: the model above. `champion`: train the model in production further. Empty: as the preset "
+                    "says."),
+    "algorithm": Param(
+        None, **UNSET, enum=[None, *ALGORITHMS], title="Algorithm", section="How",
+        description="Another one than the preset's comes with the settings of its paper; give others in the override. "
+                    "`safe_rlhf` needs its `costs` there. Empty: the preset's."),
+    "lr": Param(
+        None, type=["null", "number"], exclusiveMinimum=0, maximum=1, title="Learning rate", section="How",
+        description="Peak learning rate of the actor, above 0 and at most 1; usual are 1e-6 for a large model and 1e-3 "
+                    "for a tiny one. Empty: the preset's."),
+    "seed": Param(
+        None, type=["null", "integer"], minimum=0, maximum=2**32 - 1, title="Seed", section="How",
+        description="0 to 4294967295. The same seed and settings give the same weights. Empty: the preset's."),
     "stages": Param(
         None, type=["null", "integer"], minimum=1, maximum=deployment.max_stages(), title="Stages", section="How long",
-        description="Stages at most."),
+        description=f"Stages at most, 1 to {deployment.max_stages()}; after each the model is evaluated. Empty: the "
+                    "preset's."),
     "iterations": Param(
-        None, type=["null", "integer"], minimum=1, title="Iterations", section="How long",
-        description="Iterations of one stage."),
-    "lr": Param(
-        None, type=["null", "number"], exclusiveMinimum=0, title="Learning rate", section="How",
-        description="Peak learning rate of the actor."),
-    "seed": Param(
-        None, type=["null", "integer"], minimum=0, title="Seed", section="How",
-        description="Same seed, same spec, same weights."),
+        None, type=["null", "integer"], minimum=1, maximum=1_000_000, title="Iterations", section="How long",
+        description="Iterations of one stage (generate, score, update), at least 1. Empty: the preset's."),
     "approval": Param(
-        None, enum=[None, "human", "automatic"], type=["null", "string"], title="Approval", section="Review",
-        description="`automatic`: a passed gate promotes without a person."),
+        None, **UNSET, enum=[None, "human", "automatic"], title="Approval", section="Review",
+        description="`human`: a person decides in Airflow or MLflow. `automatic`: a passed gate promotes. Empty: as "
+                    "the preset says."),
     "override": Param(
         "", type=["null", "string"], format="multiline", title="YAML override", section="Advanced",
-        description="Put over the preset and the form, for example `train: {actor: {lr: 1.0e-5}}`; checked before "
-                    "anything starts."),
+        description="Put over the preset and the form, for example `train: {actor: {lr: 1.0e-5}}` or "
+                    "`train: {algorithm: {kind: grpo, samples_per_prompt: 4}, critic: null}`. Checked against the "
+                    "schema before anything starts; an error is in the log of `begin` and in the run's note."),
     "force": Param(
         False, type="boolean", title="Replace jobs", section="Advanced",
         description="When this run's tasks are cleared after its preset changed: replace jobs that hold another spec."),
@@ -66,9 +90,9 @@ with DAG(
     "train_ppo", params=PARAMS, schedule=None, catchup=False, max_active_runs=1, default_args=RETRIES, doc_md=DOC,
     tags=["ratchet", "training"], render_template_as_native_obj=False,
 ) as dag:
-    begin = PythonOperator(task_id="begin", python_callable=training.begin)
+    begin = StepOperator(task_id="begin", python_callable=training.begin)
     prepare = EngineOperator(task_id="prepare", spec=partial(training.job, build=stages.prepare_spec))
-    register = PythonOperator(
+    register = StepOperator(
         task_id="register", python_callable=training.register, outlets=[CANDIDATE],
         trigger_rule="none_failed_min_one_success")
     report = EngineOperator(task_id="report", spec=training.report_job, trigger_rule="none_failed_min_one_success")

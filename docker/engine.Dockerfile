@@ -30,6 +30,7 @@ ENV PATH=/opt/venv/pipeline/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     AIRFLOW_HOME=/opt/airflow \
     AIRFLOW__CORE__DAGS_FOLDER=/opt/ratchet/dags \
+    AIRFLOW__CORE__PLUGINS_FOLDER=/opt/ratchet/tasks/plugins \
     AIRFLOW__CORE__LOAD_EXAMPLES=false \
     RATCHET_ENGINE_PYTHON=/opt/venv/engine/bin/python \
     RATCHET_HOME=/var/lib/ratchet \

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.charts import Chart, number
 from engine.spec.evaluation import SampleRecord
-from engine.spec.report import ReportSpec
+from engine.spec.report import GATE_SLOT, VERDICT_SLOT, ReportSpec
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,16 @@ KINDS = {"gained": "Gained most", "lost": "Lost most", "changed": "Other words, 
 def page(content: Content) -> str:
     """The whole document."""
     sections = [
-        _tiles(content), _charts(content.charts), _comparison(content), _gate(content.spec.gate), _pairs(content.pairs),
+        _tiles(content), _charts(content.charts), _comparison(content), "".join(GATE_SLOT), _pairs(content.pairs),
         _stages(content.stages)]
     title = html.escape(content.spec.title)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n<body>'
-        f"<header><h1>{title}</h1>{_badge(content.spec.gate)}{_facts(content.spec.facts)}</header>\n<main>"
+        f"<header><h1>{title}</h1>{''.join(VERDICT_SLOT)}{_facts(content.spec.facts)}</header>\n<main>"
         + "\n".join(section for section in sections if section)
-        + "</main>\n<footer>Ratchet report. Intervals are 95 %, over prompts; changes are paired prompt by prompt."
-          "</footer></body></html>\n")
-
-
-def _badge(gate: dict | None) -> str:
-    if gate is None:
-        return ""
-    look, verdict = ("good", "passed") if gate["passed"] else ("bad", "failed")
-    return f'<span class="badge {look}">gate {verdict}</span>'
+        + "</main>\n<footer>Ratchet report. Intervals are 95 %, over prompts; changes are paired prompt by prompt. "
+          "A rank is a GPU where there are any.</footer></body></html>\n")
 
 
 def _facts(facts: dict[str, str]) -> str:
@@ -158,19 +151,6 @@ def _comparison(content: Content) -> str:
     names = f"<th>{html.escape(content.spec.before)}</th><th>{html.escape(content.spec.after)}</th>"
     return _card("Before and after, on held-out prompts", _table(
         f"<th></th>{names}<th>change</th><th>95 % interval</th>", body))
-
-
-def _gate(gate: dict | None) -> str:
-    if gate is None:
-        return ""
-    reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in gate["reasons"])
-    body = "".join(
-        f'<tr><td class="{"good" if row["passed"] else "bad"}">{"✓" if row["passed"] else "✗"}</td>'
-        f'<th scope="row">{html.escape(row["check"])}</th>'
-        f'<td>{_plain(row["champion"])}</td><td>{_plain(row["candidate"])}</td>'
-        f'<td class="words">{html.escape(row["evidence"])}</td></tr>' for row in gate["table"])
-    return _card("Gate", f"<ul>{reasons}</ul>" + _table(
-        '<th></th><th></th><th>champion</th><th>candidate</th><th class="words">evidence</th>', body))
 
 
 def _pairs(pairs: list[Pair]) -> str:
@@ -270,12 +250,6 @@ def _verdict(row: Row) -> str:
     if row.change_high < 0:
         return "good" if _base(row.name) in LOWER_IS_BETTER else "bad"
     return ""
-
-
-def _plain(value: object) -> str:
-    if value is None:
-        return ""
-    return number(value) if isinstance(value, float) else html.escape(str(value))
 
 
 STYLE = """

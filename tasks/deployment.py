@@ -3,8 +3,10 @@
 They say where, never how: behaviour is in the preset and the form.
 """
 
+import math
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from engine.errors import SpecError
 
@@ -28,6 +30,26 @@ def presets() -> Path:
 def launcher() -> str:
     """RATCHET_LAUNCHER: name of the launcher."""
     return os.environ.get("RATCHET_LAUNCHER") or "local"
+
+
+def mlflow_url() -> str:
+    """RATCHET_MLFLOW_URL: MLflow's address for a browser; MLFLOW_TRACKING_URI without user and password by default."""
+    parts = urlsplit(os.environ.get("RATCHET_MLFLOW_URL") or os.environ.get("MLFLOW_TRACKING_URI", ""))
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+
+
+def gpu_hour_price() -> float | None:
+    """RATCHET_GPU_HOUR_PRICE: what a GPU costs here in an hour, in your currency; None when it is not set."""
+    text = os.environ.get("RATCHET_GPU_HOUR_PRICE")
+    if not text:
+        return None
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise SpecError(f"RATCHET_GPU_HOUR_PRICE={text!r} is not a price; give a number, for example 2.5")
+    return price
 
 
 def gpus() -> int:

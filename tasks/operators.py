@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from airflow.providers.standard.operators.hitl import ApprovalOperator
+from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import BaseOperator, ResumableJobMixin, SkipMixin
 from airflow.sdk.definitions.context import Context
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
@@ -14,7 +15,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
 from engine.spec import RunResult, RunSpec
 from engine.spec.job import LOG_FILE
-from tasks import deployment, jobs, launchers
+from tasks import deployment, jobs, launchers, links
 from tasks.joblog import LogFollower, readable
 from tasks.stages import Decision
 
@@ -43,6 +44,7 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
     """
 
     external_id_key = "engine_job"
+    operator_extra_links = links.LINKS
 
     def __init__(self, *, spec: Callable[[Context], RunSpec], **kwargs: Any):
         """Args: spec: makes the job's spec when the task runs."""
@@ -56,6 +58,7 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             self._launcher = launchers.configured()
             self._spec = self.make_spec(context)
             ti = context["ti"]
+            links.show(context, (links.JOB_LOG, links.job_log(ti.dag_id, ti.run_id, ti.task_id)))
             self._directory = jobs.job_directory(
                 deployment.home(), ti.dag_id, ti.run_id, ti.task_id, ti.map_index if ti.map_index is not None else -1)
             self.log.info("Job directory: %s", self._directory)
@@ -133,10 +136,17 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
         return AirflowException(message)
 
 
+class StepOperator(PythonOperator):
+    """A Python task that shows where its run is to be found."""
+
+    operator_extra_links = (links.MLFLOW, links.REPORT)
+
+
 class GoOnOperator(BaseOperator, SkipMixin):
     """Let the tasks after it run, or skip at once all those that would be skipped one after the other."""
 
     inherits_from_skipmixin = True
+    operator_extra_links = (links.MLFLOW, links.REPORT)
 
     def __init__(self, *, decide: Callable[[Context], Decision], **kwargs: Any):
         """Args: decide: says whether to go on, and why."""

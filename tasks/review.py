@@ -1,7 +1,6 @@
 """What the tasks of `review_candidate` do: find the two models, judge the evidence, promote or reject."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,8 +10,8 @@ from airflow.sdk.exceptions import AirflowFailException
 
 from engine.errors import SpecError
 from engine.spec import EvaluateSpec, Evaluation, RunResult
-from engine.store import hash_model_dir, join, read_text, write_bytes
-from tasks import registry, runs, stages
+from engine.store import hash_model_dir, read_text
+from tasks import registry, reports, runs, stages
 from tasks.assets import CHAMPION
 from tasks.gates import GateEvidence, gate
 from tasks.operators import airflow_errors
@@ -57,7 +56,8 @@ def judge(context: Context) -> stages.Decision:
         files_hash=hash_model_dir(made.export_uri), training=made.training,
         pass_threshold=evaluation.pass_threshold), file.pipeline.gate)
     evidence = {"version": found["candidate"], **verdict.to_dict()}
-    write_bytes(join(found["run_uri"], "review.json"), json.dumps(evidence, indent=1))
+    runs.write_review(found["run_uri"], evidence)
+    reports.publish_verdict(found["run_uri"])
     context["ti"].xcom_push(key="evidence", value=verdict.markdown())
     return stages.Decision(verdict.passed, "; ".join(verdict.reasons))
 

@@ -1,8 +1,12 @@
 """The file that a pipeline run is: its first task writes it, all others and the review of its candidate read it."""
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import ValidationError
 
-from engine.errors import SpecError
+from engine.errors import MissingError, SpecError
 from engine.spec import TrackingSpec
 from engine.spec.base import URI, Spec
 from engine.store import join, read_text, write_bytes
@@ -12,6 +16,7 @@ from tasks.pipeline import Pipeline
 
 RUN_FILE = "run.json"
 CANDIDATE_FILE = "candidate.json"
+REVIEW_FILE = "review.json"
 
 
 class RunFile(Spec):
@@ -25,6 +30,10 @@ class RunFile(Spec):
     """Registry version of the base model when it is the champion; empty otherwise."""
     tracking: TrackingSpec
     """The parent run."""
+    mlflow_url: str = ""
+    """Its page, as a browser reaches it."""
+    gpu_hour_price: float | None = None
+    """What this deployment paid for a GPU when the run began; None: costs are not shown."""
     dag_id: str
     run_id: str
     force: bool = False
@@ -88,3 +97,16 @@ def read_candidate(root: str) -> CandidateFile:
         StoreError: the run registered no candidate, or its files are gone.
     """
     return CandidateFile.model_validate_json(read_text(join(root, CANDIDATE_FILE)))
+
+
+def write_review(root: str, verdict: Mapping[str, Any]) -> None:
+    """Write what the gate said of the run's candidate: `GateResult.to_dict()` and the version."""
+    write_bytes(join(root, REVIEW_FILE), json.dumps(verdict, indent=1))
+
+
+def read_review(root: str) -> dict[str, Any] | None:
+    """What the gate said of the run's candidate; None before its review."""
+    try:
+        return json.loads(read_text(join(root, REVIEW_FILE)))
+    except MissingError:
+        return None

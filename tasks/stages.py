@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.errors import SpecError
 from engine.spec import EvaluateSpec, FinetuneSpec, PrepareSpec, ReportSpec, RunResult, TrackingSpec, TrainSpec
+from engine.spec.algorithm import ALGORITHMS, ActorCritic
 from tasks.pipeline import FINETUNED, TRAINED, Pipeline, build, merge, parse_pipeline
 
 
@@ -22,6 +23,8 @@ class Form:
     model: str | None = None
     start_from: str | None = None
     approval: str | None = None
+    algorithm: str | None = None
+    """Another kind than the preset's comes with the settings of its paper."""
 
     def change(self) -> dict[str, Any]:
         """The form as a change to a preset."""
@@ -44,7 +47,23 @@ def resolve(preset: dict[str, Any], form: Form, override: dict[str, Any]) -> Pip
     Raises:
         SpecError: names each wrong field, its value, and what it must be.
     """
-    return parse_pipeline(merge(merge(preset, form.change()), override))
+    filled = merge(preset, form.change())
+    if form.algorithm is not None:
+        filled = merge(filled, {"train": algorithm_change(filled.get("train"), form.algorithm)})
+    return parse_pipeline(merge(filled, override))
+
+
+def algorithm_change(train: Any, kind: str) -> dict[str, Any]:
+    """What changes in section `train` when a person chooses an algorithm; nothing when it is the one that is there.
+
+    A critic that the new one does not train goes; one that it needs and that is not there learns at the actor's rate.
+    """
+    if not isinstance(train, dict) or kind not in ALGORITHMS or (train.get("algorithm") or {}).get("kind") == kind:
+        return {}
+    change: dict[str, Any] = {"algorithm": {"kind": kind}}
+    if not issubclass(ALGORITHMS[kind], ActorCritic):
+        return change | {"critic": None}
+    return change if train.get("critic") else change | {"critic": {"lr": (train.get("actor") or {}).get("lr")}}
 
 
 @dataclass(frozen=True)
@@ -127,13 +146,15 @@ def with_trained_reward(section: dict[str, Any], root: str) -> dict[str, Any]:
     return {**section, "rewards": rewards}
 
 
-def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str]) -> ReportSpec:
+def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str],
+                gpu_hour_price: float | None = None) -> ReportSpec:
     """The report of a run: curves of all stages, the base model beside the last stage's.
 
     Args:
         run: with the results of all stages that ran.
         jobs: job directories by task id.
         facts: shown at the top.
+        gpu_hour_price: for the costs; None: none are shown.
     """
     last = last_stage(run.pipeline, evaluations_of(run.results))
     numbers = run.pipeline.train_numbers
@@ -141,11 +162,11 @@ def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str]) -> 
     everything = [task for k in range(1, last + 1) for task in (train_task(k), evaluate_task(k))]
     evaluation = evaluate_task(last)
     return build(ReportSpec, {
-        "title": f"{run.pipeline.registry.model}: {numbers.algorithm.kind}, {last} stages",
+        "title": f"{run.pipeline.registry.model}: {numbers.algorithm.kind}, {last} stage{'s' if last > 1 else ''}",
         "metrics": [f"{jobs[task]}/metrics.jsonl" for task in trained],
         "results": [f"{jobs[task]}/result.json" for task in ("prepare", *run.pipeline.finetuned, *everything)],
         "evaluation": output(run, evaluation, "evaluation"), "samples": output(run, evaluation, "samples"),
-        "before": "base", "after": stage_name(last), "output": f"{run.root}/report",
+        "before": "base", "after": stage_name(last), "output": f"{run.root}/report", "gpu_hour_price": gpu_hour_price,
         "facts": {"model": run.base_model, "seed": str(numbers.seed), **facts}, "tracking": run.tracking.model_dump()})
 
 

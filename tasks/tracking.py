@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import FaultError, RefusedError
 from engine.spec.tracking import TrackingSpec, clean_metric_name
+from tasks import deployment
 
 KEY_TAG = "ratchet.key"
 """Identity of a run: whoever asks with the same key gets the same run."""
@@ -100,13 +101,21 @@ def log_files(tracking: TrackingSpec | None, path: Path, folder: str) -> None:
         upload(tracking.run_id, str(path), folder)
 
 
+def log_text(tracking: TrackingSpec | None, text: str, artifact: str) -> None:
+    """Create or replace a text file among the run's artifacts."""
+    if tracking is None or tracking.run_id is None:
+        return
+    with mlflow_client() as client:
+        client.log_text(tracking.run_id, text, artifact)
+
+
 def run_url(tracking: TrackingSpec | None) -> str:
-    """The run's page in the MLflow UI; empty without a run."""
+    """The run's page in the MLflow UI, as a browser reaches it; empty without a run."""
     if tracking is None or tracking.run_id is None:
         return ""
     with mlflow_client() as client:
         experiment_id = client.get_run(tracking.run_id).info.experiment_id
-    return f"{_public_uri()}/#/experiments/{experiment_id}/runs/{tracking.run_id}"
+    return f"{deployment.mlflow_url()}/#/experiments/{experiment_id}/runs/{tracking.run_id}"
 
 
 def git_sha(checkout: Path = Path(__file__).parents[1]) -> str:

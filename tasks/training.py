@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from airflow.sdk.definitions.context import Context
@@ -12,7 +12,7 @@ from engine.errors import FaultError, ModelError, SpecError
 from engine.layout import check_generation_layout, check_layout, read_model_shape
 from engine.spec import FinetuneSpec, ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
 from engine.store import is_s3
-from tasks import deployment, jobs, pipeline, registry, runs, stages, tracking
+from tasks import deployment, jobs, links, notes, pipeline, registry, runs, stages, tracking
 from tasks.assets import CANDIDATE
 from tasks.operators import airflow_errors
 
@@ -41,8 +41,9 @@ def begin(**context: Any) -> dict[str, str]:
         root = runs.run_root(ti.dag_id, ti.run_id)
         runs.write_run(root, runs.RunFile(
             pipeline=plan, preset=params["preset"], base_model=base, base_version=version, tracking=parent,
+            mlflow_url=tracking.run_url(parent), gpu_hour_price=deployment.gpu_hour_price(),
             dag_id=ti.dag_id, run_id=ti.run_id, force=bool(params.get("force"))))
-        return {"root": root, "base_model": base, "mlflow": tracking.run_url(parent)}
+        return {"root": root, "base_model": base, "mlflow": show_links(context, run_file(context))}
 
 
 def base_model(plan: pipeline.Pipeline) -> tuple[str, str]:
@@ -72,6 +73,24 @@ def check_model(plan: pipeline.Pipeline, uri: str) -> None:
     check_generation_layout(shape, plan.evaluate_numbers.layout)
 
 
+def run_file(context: Any) -> runs.RunFile:
+    """The file of the run that a task belongs to."""
+    return runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+
+
+def show_links(context: Any, file: runs.RunFile, mlflow_run: str | None = None) -> str:
+    """Have the task show where its run is to be found.
+
+    Args:
+        mlflow_run: id of the task's own MLflow run; None: the one of the whole run.
+    Returns:
+        The address of the MLflow run.
+    """
+    address = links.sibling_run(file.mlflow_url, mlflow_run)
+    links.show(context, (links.MLFLOW, address), (links.REPORT, links.report(file.dag_id, file.run_id)))
+    return address
+
+
 def job(context: Context, *, build: Callable[..., RunSpec], needs: tuple[str, ...] = (),
         stage: int | None = None) -> RunSpec:
     """The spec of one of the run's jobs.
@@ -82,10 +101,11 @@ def job(context: Context, *, build: Callable[..., RunSpec], needs: tuple[str, ..
         needs: tasks whose results it needs.
         stage: number of the stage, for the jobs of one; they share its MLflow run.
     """
-    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
-    if stage is None:
-        return build(view(file, context, needs, TrackingSpec()))
-    return build(view(file, context, needs, stage_run(file, stages.stage_name(stage))), stage)
+    file = run_file(context)
+    where = TrackingSpec() if stage is None else stage_run(file, stages.stage_name(stage))
+    show_links(context, file, where.run_id)
+    run = view(file, context, needs, where)
+    return build(run) if stage is None else build(run, stage)
 
 
 def finetune_job(context: Context, *, section: str) -> FinetuneSpec:
@@ -94,10 +114,12 @@ def finetune_job(context: Context, *, section: str) -> FinetuneSpec:
     Raises:
         AirflowSkipException: the pipeline has no such section.
     """
-    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    file = run_file(context)
     if section not in file.pipeline.finetuned:
         raise AirflowSkipException(f"preset {file.preset} has no section {section}")
-    return stages.finetune_spec(view(file, context, ("prepare",), stage_run(file, section)), section)
+    where = stage_run(file, section)
+    show_links(context, file, where.run_id)
+    return stages.finetune_spec(view(file, context, ("prepare",), where), section)
 
 
 def stage_run(file: runs.RunFile, name: str) -> TrackingSpec:
@@ -108,11 +130,14 @@ def stage_run(file: runs.RunFile, name: str) -> TrackingSpec:
 
 def report_job(context: Context) -> ReportSpec:
     """The spec of the run's report."""
-    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    file = run_file(context)
+    show_links(context, file)
     tasks = ("prepare", *file.pipeline.finetuned, *stage_tasks(file.pipeline))
     run = view(file, context, tasks, file.tracking)
     where = {task: str(jobs.job_directory(deployment.home(), file.dag_id, file.run_id, task)) for task in tasks}
-    return stages.report_spec(run, where, {"preset": file.preset, "run": file.run_id})
+    facts = {"preset": file.preset, "run": file.run_id, "code": tracking.git_sha(), "MLflow": file.mlflow_url,
+             "Airflow": links.run_page(file.dag_id, file.run_id)}
+    return stages.report_spec(run, where, {name: text for name, text in facts.items() if text}, file.gpu_hour_price)
 
 
 def stage_tasks(plan: pipeline.Pipeline) -> tuple[str, ...]:
@@ -123,7 +148,8 @@ def stage_tasks(plan: pipeline.Pipeline) -> tuple[str, ...]:
 
 def go_on(context: Context, *, stage: int) -> stages.Decision:
     """Whether another stage follows this one."""
-    file = runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
+    file = run_file(context)
+    show_links(context, file)
     needed = tuple(stages.evaluate_task(k) for k in range(max(1, stage - 1), stage + 1))
     run = view(file, context, needed, TrackingSpec())
     return stages.decide(file.pipeline, stage, stages.evaluations_of(run.results))
@@ -132,9 +158,9 @@ def go_on(context: Context, *, stage: int) -> stages.Decision:
 def register(**context: Any) -> dict[str, Any]:
     """Register the model of the last stage as the candidate and announce it: the asset event starts the review."""
     with airflow_errors():
-        ti = context["ti"]
-        root = runs.run_root(ti.dag_id, ti.run_id)
-        file = runs.read_run(root)
+        root = runs.run_root(context["ti"].dag_id, context["ti"].run_id)
+        file = run_file(context)
+        show_links(context, file)
         run = view(file, context, ("prepare", *stage_tasks(file.pipeline)), file.tracking)
         last = stages.last_stage(file.pipeline, stages.evaluations_of(run.results))
         train, evaluation = run.results[stages.train_task(last)], run.results[stages.evaluate_task(last)]
@@ -153,14 +179,28 @@ def register(**context: Any) -> dict[str, Any]:
             tracking.finish_run(stage_run(file, part), status="FINISHED")
         announcement = {"model": name, "version": version.version, "run_uri": root}
         context["outlet_events"][CANDIDATE].extra = announcement
+        notes.say(context, result_note(file, version.label, last, stages.evaluations_of(run.results)))
         return {**announcement, "stage": last}
 
 
+def result_note(file: runs.RunFile, candidate: str, last: int, evaluations: Mapping[int, Mapping[str, float]]) -> str:
+    """What a run made, for its note: one sentence and where to read on."""
+    metric = file.pipeline.stages.metric
+    before, after = evaluations.get(0, {}).get(metric), evaluations[last].get(metric)
+    change = "" if before is None or after is None else f": {metric} {before:.4g} → {after:.4g} on held-out prompts"
+    found = {"MLflow": file.mlflow_url, "report": links.report(file.dag_id, file.run_id)}
+    where = ", ".join(f"[{name}]({address})" for name, address in found.items() if address)
+    return f"candidate **{candidate}** from stage {last}{change}. {where}"
+
+
 def failed(context: Context) -> None:
-    """A task that will not be tried again ends the MLflow run as failed; clearing the task opens it again."""
-    root = runs.run_root(context["ti"].dag_id, context["ti"].run_id)
+    """A task that will not be tried again: its error goes to the run's note, and the MLflow run ends as failed.
+
+    When the task is cleared, the MLflow run opens again, and the next end of the run writes the note anew.
+    """
+    notes.failed(context)
     with contextlib.suppress(FaultError):  # no run yet, or no MLflow: the task's own error is what matters
-        tracking.finish_run(runs.read_run(root).tracking, status="FAILED")
+        tracking.finish_run(run_file(context).tracking, status="FAILED")
 
 
 def view(file: runs.RunFile, context: Context, needs: tuple[str, ...], where: TrackingSpec) -> stages.Run:

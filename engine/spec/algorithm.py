@@ -4,7 +4,7 @@ A kind fixes how advantages are estimated and gives every other field the value 
 mismatch correction and treatment of cut-off responses are fields of all kinds, so that any of them can be combined.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -284,3 +284,6 @@ class ReMax(PolicyAlgorithm):
 
 Algorithm = Annotated[
     PPO | GRPO | DAPO | GSPO | CISPO | RLOO | OPO | ReinforcePP | ReMax | SafeRLHF, Field(discriminator="kind")]
+ALGORITHMS: dict[str, type[PolicyAlgorithm]] = {
+    kind.model_fields["kind"].default: kind for kind in get_args(get_args(Algorithm)[0])}
+"""The members of the union by their `kind`."""

@@ -1,11 +1,16 @@
 """Spec of the report stage: files of earlier stages in, one HTML page and PNGs out."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from engine.spec.base import URI, Spec
 from engine.spec.tracking import TrackingSpec
+
+VERDICT_SLOT = ("<!--verdict-->", "<!--/verdict-->")
+GATE_SLOT = ("<!--gate-->", "<!--/gate-->")
+"""Begin and end of the page's places for the verdict (beside its title) and the table of the gate. They are empty when
+the report is made: the review, which comes later, fills them."""
 
 
 class ReportSpec(Spec):
@@ -28,8 +33,6 @@ class ReportSpec(Spec):
     """Name of the trained model in the evaluation."""
     facts: dict[str, str] = {}
     """Shown at the top: model, algorithm, seed, machine, links (a value that is a http address becomes a link)."""
-    gate: dict[str, Any] | None = None
-    """`GateResult.to_dict()`."""
     gpu_hour_price: float | None = Field(None, ge=0)
     """Price of one GPU for one hour, in any currency; None: no cost column."""
     output: URI

@@ -48,6 +48,9 @@ def default_result(stage: str, directory: Path, spec: dict) -> dict:
         return {"outputs": {"checkpoint": spec["checkpoint_dir"], "export": str(export)}, "policy_version": 3,
                 "hashes": {"weights": hash_model_dir(export), "spec": "s" * 64}, "metrics": {"reward/mean": 0.5}}
     if stage == "report":
+        Path(spec["output"]).mkdir(parents=True, exist_ok=True)
+        places = ("<!--verdict--><!--/verdict-->", "<!--gate--><!--/gate-->")
+        Path(spec["output"], "report.html").write_text(f"<!doctype html><h1>{spec['title']}</h1>{places[0]}{places[1]}")
         return {"outputs": {"report": f"{spec['output']}/report.html"}}
     return evaluation(directory, spec)
 

@@ -28,6 +28,7 @@ from engine.spec import (
     TrackingSpec,
     dump_spec,
 )
+from engine.spec.report import GATE_SLOT, VERDICT_SLOT
 from engine.statistics import summarise
 
 ROOT = Path(__file__).parents[3]
@@ -78,11 +79,8 @@ def whole(tmp_path):
         (tmp_path / stage / "result.json").write_text(
             RunResult(stage="train", gpu_seconds=7200, timings_s={"train": 3700.0}).model_dump_json())
         results.append(str(tmp_path / stage / "result.json"))
-    gate = {"passed": True, "reasons": ["mean_reward rises: +0.25"], "detectable": {"mean_reward": None}, "table": [
-        {"check": "mean_reward rises", "champion": 0.25, "candidate": 0.5, "evidence": "+0.25", "passed": True},
-        {"check": "limit <kl>", "champion": None, "candidate": None, "evidence": "absent", "passed": False}]}
     return ReportSpec(
-        title="Run <1>", output=str(tmp_path / "out"), results=results, gpu_hour_price=2.5, gate=gate,
+        title="Run <1>", output=str(tmp_path / "out"), results=results, gpu_hour_price=2.5,
         metrics=[_training(tmp_path / "1.jsonl", range(1, 31)), _training(tmp_path / "2.jsonl", range(31, 61))],
         evaluation=str(tmp_path / "evaluation.json"), samples=str(tmp_path / "samples.jsonl"),
         facts={"seed": "0", "MLflow": "http://127.0.0.1/run", "odd": "javascript:alert(1)"})
@@ -120,8 +118,20 @@ def test_the_page_stands_alone_and_holds_every_part(whole, tmp_path):
     assert found.tags["svg"] == 6 and found.tags["script"] == found.tags["img"] == found.tags["link"] == 0
     assert max(found.ids.values()) == 1
     assert all(link[1:] in found.ids for link in found.links if link.startswith("#"))
-    for part in ("Before and after", "Gate", "Greedy answers", "Time and cost", "stage 2", "1 h 01 min", "10.00"):
+    for part in ("Before and after", "Greedy answers", "Time and cost", "stage 2", "1 h 01 min", "10.00"):
         assert part in found.text
+
+
+def test_the_page_has_one_place_each_for_the_verdict_and_the_gate_both_empty(whole, tmp_path):
+    text = write_report(whole, tmp_path / "report")[0].read_text()
+    for begin, end in (VERDICT_SLOT, GATE_SLOT):
+        assert text.count(begin + end) == text.count(begin) == text.count(end) == 1
+
+
+def test_without_a_price_there_are_no_costs(whole, tmp_path):
+    free = whole.model_copy(update={"gpu_hour_price": None})
+    text = _Page(write_report(free, tmp_path / "report")[0].read_text()).text
+    assert "rank-seconds" in text and "7,200" in text and "cost" not in text.replace("Time and cost", "")
 
 
 def test_the_charts_follow_the_pages_theme(whole, tmp_path):
@@ -136,7 +146,7 @@ def test_what_a_model_wrote_is_shown_as_text(whole, tmp_path):
     text = write_report(whole, tmp_path / "report")[0].read_text()
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text
     assert 'href="javascript' not in text
-    assert "Run &lt;1&gt;" in text and "limit &lt;kl&gt;" in text
+    assert "Run &lt;1&gt;" in text
 
 
 def test_the_same_files_give_the_same_page(whole, tmp_path):

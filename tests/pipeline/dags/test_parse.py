@@ -96,6 +96,36 @@ def test_the_form_offers_every_preset_and_refuses_others(dags):
 
     params = dags["train_ppo"].params
     assert params.get_param("preset").schema["enum"] == sorted(p.stem for p in Path("examples").glob("*.yaml"))
-    for name, wrong in (("preset", "none"), ("stages", 0), ("stages", 5), ("iterations", "x"), ("approval", "maybe")):
+    for name, wrong in (("preset", "none"), ("stages", 0), ("stages", 5), ("iterations", "x"), ("iterations", 0),
+                        ("lr", 0), ("lr", 2), ("seed", -1), ("algorithm", "magic"), ("approval", "maybe")):
         with pytest.raises(ParamValidationError):
             params.get_param(name).resolve(wrong)
+
+
+def test_every_field_of_the_form_explains_itself_and_every_field_is_read(dags):
+    from tasks.stages import Form
+
+    params = dags["train_ppo"].params
+    read = {"preset", "override", "force", *Form.__dataclass_fields__}
+    assert set(params) == read
+    for name in params:
+        schema = params.get_param(name).schema
+        assert schema["title"] and schema["section"] and schema["description"].endswith("."), name
+        if "integer" in schema["type"] or "number" in schema["type"]:
+            assert "maximum" in schema and ("minimum" in schema or "exclusiveMinimum" in schema), name
+
+
+def test_every_algorithm_of_the_schema_can_be_chosen(dags):
+    from typing import get_args
+
+    from engine.spec import Algorithm
+
+    kinds = [kind.model_fields["kind"].default for kind in get_args(get_args(Algorithm)[0])]
+    assert dags["train_ppo"].params.get_param("algorithm").schema["enum"] == [None, *kinds]
+
+
+def test_every_task_of_the_training_shows_its_links(dags):
+    for task in dags["train_ppo"].tasks:
+        names = {link.name for link in task.operator_extra_links}
+        job = task.task_id.endswith(("prepare", "train", "evaluate", "report", "sft", "reward_model", "dpo"))
+        assert names == {"MLflow run", "Report"} | ({"Job log"} if job else set()), task.task_id

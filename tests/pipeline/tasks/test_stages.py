@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.errors import SpecError
 from engine.spec import RunResult, TrackingSpec
+from engine.spec.algorithm import ALGORITHMS
 from tasks import pipeline, stages
 from tests.pipeline.examples import preset, train_section
 
@@ -103,6 +104,31 @@ def test_the_override_wins_over_the_form_and_the_form_over_the_preset():
     assert resolved.train["actor"] == {"lr": 0.25}
     assert resolved.train["critic"] == preset()["train"]["critic"]
     assert resolved.gate.approval == "automatic"
+
+
+@pytest.mark.parametrize("kind", sorted(set(ALGORITHMS) - {"safe_rlhf"}))
+@pytest.mark.parametrize("before", ["ppo", "grpo"])
+def test_every_algorithm_can_be_chosen_in_the_form(kind, before):
+    train = train_section() if before == "ppo" else train_section(
+        algorithm={"kind": "grpo", "samples_per_prompt": 4}, critic=None)
+    resolved = stages.resolve(preset(train=train), stages.Form(algorithm=kind), {}).train_numbers
+    if kind == before:
+        assert resolved == pipeline.parse_pipeline(preset(train=train)).train_numbers
+        return
+    assert resolved.algorithm == ALGORITHMS[kind](), "the settings of its paper"
+    assert (resolved.critic is not None) == resolved.algorithm.needs_critic
+    assert resolved.critic is None or resolved.critic.lr == train["actor"]["lr"]
+
+
+def test_the_override_gives_settings_of_the_algorithm_that_the_form_chose():
+    override = {"train": {"algorithm": {"samples_per_prompt": 4}}}
+    resolved = stages.resolve(preset(), stages.Form(algorithm="grpo"), override).train_numbers
+    assert (resolved.algorithm.kind, resolved.algorithm.samples_per_prompt, resolved.critic) == ("grpo", 4, None)
+
+
+def test_an_algorithm_that_needs_more_says_so():
+    with pytest.raises(SpecError, match=r"train.algorithm.safe_rlhf.costs"):
+        stages.resolve(preset(), stages.Form(algorithm="safe_rlhf"), {})
 
 
 def test_an_empty_form_changes_nothing():
