@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 ENGINE ?= cpu
 PRESET ?= default
 BENCH ?= $(filter-out __%,$(notdir $(basename $(wildcard benchmarks/*.py))))
-PIPELINE_BENCHMARKS := dag_parse
+PIPELINE_BENCHMARKS := dag_parse pipeline
 
 engine := .venv/engine/bin/python
 pipeline := .venv/pipeline/bin/python

@@ -12,6 +12,7 @@ import torch
 from engine.errors import DataError, ModelError, SpecError
 from engine.spec import load_spec, parse_spec
 from tests.engine.finetuning import OBJECTIVES, finetune, make_world, metrics_of, write_finetune_job
+from tests.engine.metric_names import undocumented
 from tests.engine.multiprocess import shared_ranks
 from tests.engine.tiny_models import classifier_scores
 
@@ -65,6 +66,7 @@ def test_a_step_depends_neither_on_microbatches_nor_on_the_layout(world, alone, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_loss_is_that_of_the_model_it_starts_from(alone, kind):
     first = metrics_of(alone[kind])[0]
+    assert [undocumented(row) for row in metrics_of(alone[kind])] == [[]] * len(metrics_of(alone[kind]))
     if kind == "reward_model":
         # Its head starts at zero: every pair is a tie.
         assert first["eval/accuracy"] == 0.5
@@ -190,6 +192,7 @@ def test_a_job_runs_as_a_process_and_its_errors_are_one_line(world):
     result = json.loads((job / "result.json").read_text())
     assert result["stage"] == "finetune" and Path(result["outputs"]["export"]).is_dir()
     assert result["metrics"]["reward_model/skipped_steps"] == 0
+    assert undocumented(result["metrics"]) == []
     assert {"eval/loss", "eval/accuracy", "eval/loss_before", "eval/accuracy_before"} <= result["metrics"].keys()
     refused = run_process(write_finetune_job(world, "refused", "sft", layout={"tp": 3}, rows_per_iteration=9))
     assert refused.returncode == 2

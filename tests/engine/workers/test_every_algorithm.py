@@ -26,6 +26,7 @@ from engine.spec.algorithm import (
 )
 from engine.spec.reward import LengthReward
 from tests.engine.backends.megatron_cases import assemble, largest_difference
+from tests.engine.metric_names import undocumented
 from tests.engine.multiprocess import shared_ranks
 from tests.engine.resharding.hf_models import make_model
 
@@ -125,6 +126,10 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(model_dir):
     return shared_ranks(1).run(iterate_all, model_dir, {}, 10_000)[0]
+
+
+def test_what_every_algorithm_logs_is_documented(alone):
+    assert {name: undocumented(metrics) for name, (metrics, *_) in alone.items()} == dict.fromkeys(ALGORITHMS, [])
 
 
 @pytest.mark.parametrize(("world_size", "layout", "budget"), [
