@@ -11,8 +11,8 @@ from tasks.assets import CHAMPION
 DOC = """
 ### Go back to the model in production before this one
 
-The alias `champion` moves to `previous_champion`, or to the version given, if that was champion before and its files are
-still those that were registered. The version left is marked `rolled_back` with the reason and the name of whoever
+The alias `champion` moves to `previous_champion`, or to the version given, if that was champion before and its files
+are still those that were registered. The version left is marked `rolled_back` with the reason and the name of whoever
 started this run, and is never promoted again by a review; waiting reviews start over against the restored model.
 The asset `champion` tells whoever serves the model. A retry of the task does nothing twice.
 """

@@ -93,7 +93,7 @@ def check_prompts(uri: str) -> str:
 
 
 def job(context: Context) -> EvaluateSpec:
-    """The evaluation, with the settings that stages and reviews of the same preset use, so that they share the cache."""
+    """The evaluation, with the settings that stages and reviews of the preset use, so that they share the cache."""
     ti = context["ti"]
     root = runs.run_root(ti.dag_id, ti.run_id)
     file = runs.read_run(root)
@@ -109,7 +109,7 @@ def result(**context: Any) -> dict[str, Any]:
         ti = context["ti"]
         file = runs.read_run(runs.run_root(ti.dag_id, ti.run_id))
         done = RunResult.model_validate(ti.xcom_pull(task_ids="evaluate"))
-        tracking.finish_run(file.tracking, status="FINISHED", metrics=done.metrics)
+        tracking.finish_run(file.tracking, status="FINISHED")  # the engine has logged the metrics
         begun = ti.xcom_pull(task_ids="begin")
         scores = {name: value for name, value in done.metrics.items() if name.count("/") == 1}
         return {"model": begun["model"], "uri": begun["uri"], "mlflow": begun["mlflow"],

@@ -186,9 +186,10 @@ def _describe(result: PairedResult, primary: PrimaryMetric, p_value: float, dete
     power = (f"this set can detect {size} (with power {policy.power:.0%})" if math.isfinite(detectable)
              else "too few prompts changed for this set to detect a rise")
     corrected = ", Holm" if len(policy.primary) > 1 and policy.require == "any" else ""
-    return (f"{result.difference:+.4g} (lower bound {result.low:+.4g}, margin {primary.margin:g}), {result.wins} better "
-            f"and {result.losses} worse, p = {p_value:.2g} (bootstrap {result.p_bootstrap:.2g}, sign {result.p_sign:.2g}; "
-            f"level {policy.alpha:g}{corrected}); {power}")
+    tests = (f"p = {p_value:.2g} (bootstrap {result.p_bootstrap:.2g}, sign {result.p_sign:.2g}; level "
+             f"{policy.alpha:g}{corrected})")
+    return (f"{result.difference:+.4g} (lower bound {result.low:+.4g}, margin {primary.margin:g}), {result.wins} "
+            f"better and {result.losses} worse, {tests}; {power}")
 
 
 def _guard_row(evidence: GateEvidence, guard: GuardMetric) -> GateRow:
