@@ -1,7 +1,7 @@
 """Reviews, rollback and evaluations under the real scheduler, MLflow and registry; only the engine is a stand-in.
 
 No test trains: candidates are registered as `train_ppo` registers them. All reviews start together, each of a
-registered model of its own.
+registered model of its own; two of them by events that arrive together.
 """
 
 import json
@@ -76,15 +76,21 @@ class Reviews:
         """States of a review's tasks at its end."""
         return self.airflow.finished(run, REVIEW, SECONDS)
 
-    def second_review(self, version):
-        """Wait for the review that another one asked for; its run id."""
-        first = f"{version.model}-{version.version}"
+    def announce(self, *versions):
+        """The asset events of several candidates, one right after the other."""
+        assets = self.airflow.api.call("GET", "/assets?name_pattern=candidate")["assets"]
+        asset_id = next(asset["id"] for asset in assets if asset["name"] == "candidate")
+        for version in versions:
+            self.airflow.api.call("POST", "/assets/events", {"asset_id": asset_id, "extra": {
+                "model": version.model, "version": version.version, "run_uri": version.tags["ratchet.run"]}})
 
+    def automatic_review(self, version):
+        """Wait for the review that an asset event started; its run id."""
         def find():
             for run in self.airflow.api.runs(REVIEW):
                 loaded = self.airflow.api.xcom(REVIEW, run["dag_run_id"], "load") or {}
-                if (loaded.get("model"), loaded.get("candidate")) == (version.model, version.version) and (
-                        run["dag_run_id"] != first):
+                if run["run_type"] == "asset_triggered" and (
+                        loaded.get("model"), loaded.get("candidate")) == (version.model, version.version):
                     return run["dag_run_id"]
             return None
 
@@ -117,8 +123,9 @@ def started(reviews):
     reviews.tag(made["early"], "reviewer", "grace")
     reviews.tag(made["early"], "review", "reject: it rambles")
     reviews.tag(made["worse"], "review", "approve")
-    for name in ("tagged", "two-2", "two-3", "behind-2", "moved", "early", "worse", "late"):
+    for name in ("tagged", "two-2", "two-3", "behind-2", "moved", "late"):
         reviews.review(made[name])
+    reviews.announce(made["early"], made["worse"])
     return made
 
 
@@ -152,7 +159,7 @@ def test_of_two_reviews_against_one_champion_one_promotes_and_the_other_starts_o
     assert (states["promote"], states["reject"], states["review_again"]) == ("skipped", "skipped", "success")
     said = reviews.airflow.api.xcom(REVIEW, "two-3", "review_again")["reason"]
     assert said == "two/3 was compared with champion 1, but the champion is 2 now; review it again"
-    again = reviews.second_review(loser)
+    again = reviews.automatic_review(loser)
     assert reviews.airflow.api.xcom(REVIEW, again, "load")["champion"] == "2"
     assert reviews.ended(again)["reject"] == "success"
     assert now(winner).status == "champion" and now(loser).status == "rejected"
@@ -192,7 +199,7 @@ def test_a_champion_moved_behind_our_back_is_not_overwritten_but_compared_with(r
     states = reviews.ended("behind-2")
     assert (states["promote"], states["reject"], states["review_again"]) == ("skipped", "skipped", "success")
     assert registry.read("behind", CHAMPION).version == other.version and now(candidate).status == CANDIDATE
-    again = reviews.second_review(candidate)
+    again = reviews.automatic_review(candidate)
     assert reviews.airflow.api.xcom(REVIEW, again, "load")["champion"] == other.version
     reviews.waits(again)
     reviews.answer(again, "Reject")
@@ -211,16 +218,17 @@ def test_the_alias_moved_to_the_candidate_by_hand_is_its_approval(reviews, start
 
 def test_a_rejection_in_mlflow_before_the_question_is_the_answer(reviews, started):
     version = started["early"]
-    states = reviews.ended("early-better-1")
+    review = reviews.automatic_review(version)
+    states = reviews.ended(review)
     assert (states["approve"], states["promote"], states["reject"]) == ("success", "skipped", "success")
     assert now(version).status == "rejected" and now(version).tags["ratchet.decided_by"] == "grace"
     assert now(version).tags["ratchet.reason"].startswith("rejected by grace (it rambles); gate: ")
     with pytest.raises(FaultError, match="404"):
-        reviews.answer("early-better-1", "Approve")  # nobody was asked
+        reviews.answer(review, "Approve")  # nobody was asked
 
 
 def test_an_approval_in_mlflow_does_not_overrule_a_failed_gate_and_says_so(reviews, started):
-    states = reviews.ended("worse-1")
+    states = reviews.ended(reviews.automatic_review(started["worse"]))
     assert (states["gate"], states["approve"], states["promote"], states["reject"]) == (
         "success", "skipped", "skipped", "success")
     version = now(started["worse"])
