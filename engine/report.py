@@ -11,16 +11,14 @@ from engine.charts import draw_all
 from engine.errors import DataError
 from engine.job import Job
 from engine.mlflow_sender import parse_line
-from engine.report_page import Content, Metrics, Pair, Row, StageCost, page
-from engine.spec.evaluation import Evaluation, ModelEvaluation, SampleRecord
+from engine.report_page import Content, Metrics, Row, StageCost, page
+from engine.spec.evaluation import Evaluation, ModelEvaluation, SampleRecord, choose_pairs
 from engine.spec.job import RunResult
 from engine.spec.report import ReportSpec
 from engine.statistics import SCORES, cluster_labels, mean_interval, prompt_scores
 from engine.tracking import Tracker
 
 REPORT_FILE = "report.html"
-SAMPLES_SHOWN = 4
-"""Of each kind: gained most, lost most, changed in words."""
 
 
 def run(job: Job, spec: ReportSpec) -> RunResult:
@@ -103,21 +101,6 @@ def compare(before: ModelEvaluation, after: ModelEvaluation, pass_threshold: flo
         else:
             rows.append(Row(name, before.metrics[name], value))
     return sorted(rows, key=lambda row: row.name.startswith("task/"))
-
-
-def choose_pairs(samples: Iterable[SampleRecord], before: str, after: str) -> list[Pair]:
-    """Greedy responses worth reading: those whose score rose most, fell most, or stayed while the words changed."""
-    by_model: dict[str, dict[str, SampleRecord]] = {before: {}, after: {}}
-    for sample in samples:
-        if sample.greedy and sample.model in by_model:
-            by_model[sample.model][sample.id] = sample
-    both = [(old, by_model[after][name]) for name, old in by_model[before].items() if name in by_model[after]]
-    both.sort(key=lambda pair: (pair[0].score - pair[1].score, pair[0].id))
-    gained = [Pair("gained", old, new) for old, new in both if new.score > old.score]
-    lost = [Pair("lost", old, new) for old, new in reversed(both) if new.score < old.score]
-    changed = [Pair("changed", old, new) for old, new in both
-               if new.score == old.score and new.response != old.response]
-    return gained[:SAMPLES_SHOWN] + lost[:SAMPLES_SHOWN] + changed[:SAMPLES_SHOWN]
 
 
 def _samples(spec: ReportSpec) -> Iterable[SampleRecord]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.charts import Chart, number
-from engine.spec.evaluation import SampleRecord
+from engine.spec.evaluation import Pair
 from engine.spec.report import GATE_SLOT, VERDICT_SLOT, ReportSpec
 
 
@@ -36,16 +36,6 @@ class Row:
     change_low: float | None = None
     """95 % interval of the change, paired by prompt; None where the metric is not a mean over prompts."""
     change_high: float | None = None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The greedy responses of both models to one prompt."""
-
-    kind: str
-    """`gained`, `lost` or `changed`."""
-    before: SampleRecord
-    after: SampleRecord
 
 
 @dataclass(frozen=True)

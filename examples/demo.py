@@ -164,7 +164,7 @@ class Demo:
         said = ""
         while (state := self.api.run(dag_id, run)["state"]) not in ("success", "failed"):
             tasks = self.api.tasks(dag_id, run)
-            waiting = [name for name, ti in tasks.items() if ti["state"] == "awaiting_input"]
+            waiting = [name for name, ti in tasks.items() if ti["state"] == "deferred"]
             if waiting and not said:
                 said = f"{self.api.url}/dags/{dag_id}/runs/{run}/tasks/{waiting[0]}/required_actions"
                 self.line.keep(f"The review waits for a person: {said}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from engine.spec.evaluation import ModelEvaluation
-from engine.spec.gate import GatePolicy, GuardMetric, Limit
+from engine.spec.gate import GatePolicy, GuardMetric, Limit, PrimaryMetric
 from engine.statistics import (
     PairedResult,
     PairedTest,
@@ -17,6 +17,10 @@ from engine.statistics import (
     paired_tests,
     prompt_scores,
 )
+from tasks.markdown import cell
+
+SHARES = ("pass_at_1", "greedy_pass")
+"""Scores that are shares of responses: their differences are told in percentage points."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,11 @@ class GateResult:
     def markdown(self) -> str:
         """The table as Markdown, for the approval's body, the run note and the model version's description."""
         lines = [f"**Gate {'passed' if self.passed else 'failed'}**", ""]
-        lines += [f"- {reason}" for reason in self.reasons]
+        lines += [f"- {cell(reason, 1000)}" for reason in self.reasons]
         lines += ["", "| | Check | Champion | Candidate | Evidence |", "|---|---|---|---|---|"]
         for row in self.table:
-            cells = [row.check, row.champion, row.candidate, row.evidence]
-            lines.append(f"| {'✓' if row.passed else '✗'} | " + " | ".join(_cell(cell) for cell in cells) + " |")
+            cells = [cell(content, 1000) for content in (row.check, row.champion, row.candidate, row.evidence)]
+            lines.append(f"| {'✓' if row.passed else '✗'} | {' | '.join(cells)} |")
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict:
@@ -163,7 +167,7 @@ def _primary_rows(evidence: GateEvidence, policy: GatePolicy) -> tuple[list[Gate
     for k, primary in enumerate(policy.primary):
         # One proven rise is enough under `any`, if this score did not fall.
         passed = rises[k] or (policy.require == "any" and any(rises) and results[k].difference >= -policy.tolerance)
-        text = _describe(results[k], p_values[k], primary.margin, detectable[primary.score], policy)
+        text = _describe(results[k], primary, p_values[k], detectable[primary.score], policy)
         old, new = scores[k]
         rows.append(GateRow(f"{primary.score} {'rises' if rises[k] or not passed else 'holds'}",
                             float(old.mean()), float(new.mean()), text, bool(passed)))
@@ -176,13 +180,16 @@ def risen(p_values: Sequence[float], policy: GatePolicy) -> list[bool]:
     return [p <= policy.alpha for p in adjusted]
 
 
-def _describe(result: PairedResult, p_value: float, margin: float, detectable: float, policy: GatePolicy) -> str:
-    power = (f"this set finds a rise of {detectable:+.3g} with power {policy.power:.0%}" if math.isfinite(detectable)
-             else "too few prompts changed for this set to find a rise")
+def _describe(result: PairedResult, primary: PrimaryMetric, p_value: float, detectable: float,
+              policy: GatePolicy) -> str:
+    size = f"{100 * detectable:+.3g} points" if primary.score in SHARES else f"{detectable:+.3g}"
+    power = (f"this set can detect {size} (with power {policy.power:.0%})" if math.isfinite(detectable)
+             else "too few prompts changed for this set to detect a rise")
     corrected = ", Holm" if len(policy.primary) > 1 and policy.require == "any" else ""
-    return (f"{result.difference:+.4g} (lower bound {result.low:+.4g}, margin {margin:g}), {result.wins} better and "
-            f"{result.losses} worse, p = {p_value:.2g} (bootstrap {result.p_bootstrap:.2g}, sign {result.p_sign:.2g}; "
-            f"level {policy.alpha:g}{corrected}); {power}")
+    tests = (f"p = {p_value:.2g} (bootstrap {result.p_bootstrap:.2g}, sign {result.p_sign:.2g}; level "
+             f"{policy.alpha:g}{corrected})")
+    return (f"{result.difference:+.4g} (lower bound {result.low:+.4g}, margin {primary.margin:g}), {result.wins} "
+            f"better and {result.losses} worse, {tests}; {power}")
 
 
 def _guard_row(evidence: GateEvidence, guard: GuardMetric) -> GateRow:
@@ -213,9 +220,3 @@ def _limit_row(evidence: GateEvidence, limit: Limit) -> GateRow:
 
 def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")

@@ -39,6 +39,20 @@ def show(context: Any, *addresses: tuple[TaskLink, str]) -> None:
         context["ti"].xcom_push(key=link.xcom_key, value=address)
 
 
+def show_run(context: Any, file: Any, mlflow_run: str | None = None) -> str:
+    """Have a task show where the training run that it belongs to is to be found.
+
+    Args:
+        file: `RunFile` of the run.
+        mlflow_run: id of the task's own MLflow run; None: the one of the whole run.
+    Returns:
+        The address of the MLflow run.
+    """
+    address = sibling_run(file.mlflow_url, mlflow_run)
+    show(context, (MLFLOW, address), (REPORT, report(file.dag_id, file.run_id)))
+    return address
+
+
 def run_page(dag_id: str, run_id: str) -> str:
     """Airflow's page of a DAG run."""
     return f"{_airflow()}/dags/{quote(dag_id, safe='')}/runs/{quote(run_id, safe='')}"

@@ -1,12 +1,10 @@
-"""Airflow operators: one runs an engine job, one decides whether later tasks run, one asks a person or a policy."""
+"""Airflow operators: one runs an engine job, one decides whether later tasks run."""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
-from airflow.providers.standard.operators.hitl import ApprovalOperator
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import BaseOperator, ResumableJobMixin, SkipMixin
 from airflow.sdk.definitions.context import Context
@@ -173,35 +171,3 @@ class GoOnOperator(BaseOperator, SkipMixin):
                 found[task.task_id] = task
                 queue.extend(task.downstream_list)
         return list(found.values())
-
-
-class PolicyApprovalOperator(ApprovalOperator):
-    """Airflow's approval, answered at once where the policy of the gate says `automatic`."""
-
-    def __init__(self, *, policy: Callable[[Context], tuple[bool, timedelta]], **kwargs: Any):
-        """Args: policy: whether approval is automatic, and how long a person may take."""
-        super().__init__(defaults=self.REJECT, **kwargs)
-        self.policy = policy
-
-    def execute(self, context: Context) -> dict[str, Any]:
-        """Returns: the answer of the policy; a person's comes to `execute_complete`."""
-        with airflow_errors():
-            automatic, timeout = self.policy(context)
-        if automatic:
-            self.log.info("The gate passed and its policy is `automatic`: approved")
-            return self._keep(context, {"chosen": self.APPROVE, "by": "policy"})
-        self.response_timeout = timeout
-        return super().execute(context)
-
-    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
-        """Keep the answer first: on `Reject` the base class skips what follows and returns nothing."""
-        if "error" not in event:
-            person = event["responded_by_user"]
-            self._keep(context, {
-                "chosen": event["chosen_options"][0], "by": person["name"] if person else "time limit"})
-        return super().execute_complete(context, event)
-
-    @staticmethod
-    def _keep(context: Context, answer: dict[str, str]) -> dict[str, str]:
-        context["ti"].xcom_push(key="answer", value=answer)
-        return answer

@@ -4,7 +4,7 @@ A version is one exported Hugging Face directory. MLflow refuses sources outside
 source is a note in its run's artifacts and the directory's URI is the tag `ratchet.export`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -17,7 +17,13 @@ CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous_champion"
 STATUS = "ratchet.status"
 """Tag: `candidate`, `champion`, `replaced`, `rejected` or `rolled_back`."""
 REVIEW_TAG = "review"
-"""Tag that a person sets in MLflow's UI: `approve` or `reject`."""
+"""Tag that a person sets in MLflow's UI: `approve` or `reject`, if they like with a reason: `reject: too long`."""
+REVIEWER_TAG = "reviewer"
+"""Tag with that person's name, if they like: MLflow does not keep who sets a tag."""
+REFUSED_TAG = "ratchet.review_refused"
+"""Tag: why a review made in MLflow was not followed."""
+LONGEST_TEXT = 5000
+"""Characters that MLflow's database has for a description or a tag."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,25 @@ class Decision:
     """Gate result as Markdown; goes to the version's description."""
     url: str = ""
     """Airflow run of the decision; a rollback tried again with the same one is not done twice."""
+    verdict: str = ""
+    """What the gate said: `passed` or `failed`; empty where no gate was asked."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """What a person decided in MLflow's own UI."""
+
+    approved: bool
+    by: str
+    reason: str = ""
 
 
 class RegistryConflict(RuntimeError):
     """The registry is not as it was when the evidence was made; nothing was changed."""
+
+
+class ChampionChanged(RegistryConflict):
+    """The champion is not the one that the candidate was compared with: the evidence is out of date."""
 
 
 def register_candidate(model: str, files: CandidateFiles) -> Version:
@@ -101,16 +122,44 @@ def read(model: str, alias_or_version: str) -> Version | None:
             _by_alias(client, model, alias_or_version))
 
 
-def review_of(version: Version) -> str | None:
-    """What a person decided in MLflow's own UI by the tag `review`: `approve`, `reject`, or None.
+def review_of(version: Version) -> Review | None:
+    """What a person decided in MLflow's own UI: by the tag `review`, or by moving the alias `champion` here.
 
     Raises:
-        RegistryConflict: the tag says something else.
+        RegistryConflict: the tag says something else than `approve` or `reject`.
     """
-    said = version.tags.get(REVIEW_TAG, "").strip().lower()
-    if said not in ("", "approve", "reject"):
-        raise RegistryConflict(f"{version.label}: tag {REVIEW_TAG}={said!r} is neither `approve` nor `reject`; mend it")
-    return said or None
+    said, _, reason = version.tags.get(REVIEW_TAG, "").partition(":")
+    by = version.tags.get(REVIEWER_TAG, "").strip() or "a person in MLflow"
+    match said.strip().lower():
+        case "approve" | "reject" as verb:
+            return Review(verb == "approve", by, reason.strip())
+        case "":
+            moved = CHAMPION in version.aliases and version.status != CHAMPION
+            return Review(True, by, "the alias champion was moved by hand") if moved else None
+    raise RegistryConflict(f"{version.label}: tag {REVIEW_TAG}={said.strip()[:80]!r} is neither `approve` nor `reject` "
+                           "(`reject: why` is fine); mend it")
+
+
+def describe(version: Version, text: str) -> None:
+    """What a person reads on the version's page in MLflow: the evidence, before there is a decision. Idempotent."""
+    with mlflow_client() as client:
+        client.update_model_version(version.model, version.version, description=text[:LONGEST_TEXT])
+
+
+def refuse_review(version: Version, reason: str) -> None:
+    """Say on the version why a review made in MLflow was not followed. Idempotent."""
+    with mlflow_client() as client:
+        _tag(client, version, {REFUSED_TAG: reason[:LONGEST_TEXT]})
+
+
+def check_base(candidate: Version, base: str) -> None:
+    """Whether evidence against champion `base` (empty: there was none) still counts.
+
+    Raises:
+        ChampionChanged: the champion is neither that version nor the candidate.
+    """
+    with mlflow_client() as client:
+        _check_base(candidate, _by_alias(client, candidate.model, CHAMPION), base)
 
 
 def promote(candidate: Version, *, base: Version | None, files_hash: str, decision: Decision) -> Version:
@@ -124,8 +173,9 @@ def promote(candidate: Version, *, base: Version | None, files_hash: str, decisi
         base: the champion it was compared with, None when there was none.
         files_hash: weights hash of the export's files now.
     Raises:
-        RegistryConflict: the champion is neither `base` nor `candidate`, the files are not those evaluated, or the
-            version was rejected or rolled back meanwhile.
+        ChampionChanged: the champion is neither `base` nor `candidate`.
+        RegistryConflict: the files are not those evaluated, or the version was rejected (also by its tag `review`) or
+            rolled back meanwhile.
     """
     with mlflow_client() as client:
         now, champion = _read(client, candidate.model, candidate.version), _by_alias(client, candidate.model, CHAMPION)
@@ -136,7 +186,8 @@ def promote(candidate: Version, *, base: Version | None, files_hash: str, decisi
         if base is not None and base.version != now.version:
             client.set_registered_model_alias(now.model, PREVIOUS, base.version)
             _tag(client, base, {STATUS: "replaced", "ratchet.replaced_by": now.version})
-        _decide(client, now, CHAMPION, decision, {"ratchet.replaces": base.version if base else ""})
+        _decide(client, now, CHAMPION, decision, {
+            "ratchet.replaces": base.version if base else "", REFUSED_TAG: ""})
         _drop_alias(client, now, CANDIDATE)
         return _read(client, now.model, now.version)
 
@@ -144,25 +195,37 @@ def promote(candidate: Version, *, base: Version | None, files_hash: str, decisi
 def reject(candidate: Version, decision: Decision) -> None:
     """Keep the reason as tags, and take the alias `candidate` away if it still points here. Idempotent.
 
+    An approval in MLflow that this overrules is refused with the reason, in the tag REFUSED_TAG.
+
     Raises:
-        RegistryConflict: the version is the champion meanwhile.
+        RegistryConflict: the version is the champion meanwhile; it stays that, with the reason in REFUSED_TAG.
     """
     with mlflow_client() as client:
         now = _read(client, candidate.model, candidate.version)
         if CHAMPION in now.aliases:
-            raise RegistryConflict(f"{now.label} is the champion and cannot be rejected; use rollback")
-        _decide(client, now, "rejected", decision, {})
+            refusal = (f"{now.label} is the champion and cannot be rejected; use rollback. It would have been, by "
+                       f"{decision.by}: {decision.reason}")
+            _tag(client, now, {REFUSED_TAG: refusal[:LONGEST_TEXT]})
+            raise RegistryConflict(refusal)
+        approved = now.tags.get(REVIEW_TAG, "").strip().lower().startswith("approve")
+        refused = f"rejected by {decision.by}: {decision.reason}"[:LONGEST_TEXT] if approved else ""
+        _decide(client, now, "rejected", decision, {REFUSED_TAG: refused})
         _drop_alias(client, now, CANDIDATE)
 
 
-def rollback(model: str, decision: Decision, *, to: str | None = None) -> Version:
+def rollback(model: str, decision: Decision, *, hash_files: Callable[[str], str], to: str | None = None) -> Version:
     """Point `champion` at `previous_champion` (or at version `to`) and mark the one left `rolled_back`.
 
     `previous_champion` then points at the version that the restored one had replaced, if there was one that was not
     itself rolled back. With the same `decision.url` it is done once.
 
+    Args:
+        decision: whose `url` is that of the Airflow run that does it.
+        hash_files: the weights hash of an export's files now.
+        to: a version that was champion before; None: `previous_champion`.
     Raises:
-        RegistryConflict: there is no champion, or nothing to go back to.
+        RegistryConflict: there is no champion, nothing to go back to, the version was never champion, or its files
+            are not those that were.
     """
     with mlflow_client() as client:
         left = _by_alias(client, model, CHAMPION)
@@ -172,6 +235,11 @@ def rollback(model: str, decision: Decision, *, to: str | None = None) -> Versio
             target = left  # an earlier try of this rollback moved the alias; complete the rest
         else:
             target = _rollback_target(client, left, to)
+            files = hash_files(target.export_uri) if target.export_uri else ""
+            if not files or files != target.weights_hash:
+                raise RegistryConflict(
+                    f"{target.label}: its files have hash {files[:12]!r}, registered {target.weights_hash[:12]!r}; "
+                    "roll back to a version whose files are there")
             # The notes first: after the alias has moved, a retry could not tell which version was left.
             _tag(client, target, {"ratchet.restored_by_run": decision.url, "ratchet.restored_from": left.version})
             _decide(client, left, "rolled_back", decision, {})
@@ -190,6 +258,8 @@ def _rollback_target(client: Any, left: Version, to: str | None) -> Version:
     if target is None or target.version == left.version:
         wanted = f"version {to}" if to else f"alias {PREVIOUS}"
         raise RegistryConflict(f"{left.label}: nothing to roll back to ({wanted} is absent or the champion)")
+    if target.status in (CANDIDATE, "rejected"):
+        raise RegistryConflict(f"{target.label} was never champion (it is {target.status}); review it instead")
     return target
 
 
@@ -201,11 +271,19 @@ def _check_promotion(now: Version, champion: Version | None, base: Version | Non
         raise RegistryConflict(
             f"{now.label}: files have hash {files[:12]!r}, evaluated were {evaluated[:12]!r}, registered "
             f"{now.weights_hash[:12]!r}; evaluate the files that are there")
-    current = champion.version if champion else "none"
-    expected = base.version if base else "none"
-    if current not in (expected, now.version):
-        raise RegistryConflict(f"{now.label} was compared with champion {expected}, but the champion is {current} now; "
-                               "review it again")
+    _check_base(now, champion, base.version if base else "")
+    moved = champion is not None and champion.version == now.version
+    review = None if moved else review_of(now)
+    if review is not None and not review.approved:
+        raise RegistryConflict(f"{now.label}: {review.by} rejected it in MLflow by the tag {REVIEW_TAG}; to promote it "
+                               "all the same, remove the tag and clear this task")
+
+
+def _check_base(candidate: Version, champion: Version | None, base: str) -> None:
+    current, expected = champion.version if champion else "none", base or "none"
+    if current not in (expected, candidate.version):
+        raise ChampionChanged(f"{candidate.label} was compared with champion {expected}, but the champion is {current} "
+                              "now; review it again")
 
 
 def _check_moved(client: Any, version: Version) -> None:
@@ -213,7 +291,8 @@ def _check_moved(client: Any, version: Version) -> None:
     champion = _by_alias(client, version.model, CHAMPION)
     if champion is None or champion.version != version.version:
         current = champion.version if champion else "none"
-        raise RegistryConflict(f"{version.label}: another promotion made {current} the champion at the same moment")
+        raise ChampionChanged(f"{version.label}: another promotion made {current} the champion at the same moment; "
+                              "review it again")
 
 
 def _ensure_model(client: Any, model: str) -> None:
@@ -277,11 +356,14 @@ def _version(found: Any) -> Version:
 
 
 def _decide(client: Any, version: Version, status: str, decision: Decision, more: Mapping[str, str]) -> None:
-    decided = {"ratchet.decided_by": decision.by, "ratchet.reason": decision.reason, "ratchet.decided_in": decision.url}
+    decided = {"ratchet.decided_by": decision.by, "ratchet.reason": decision.reason[:LONGEST_TEXT],
+               "ratchet.decided_in": decision.url}
+    if decision.verdict:
+        decided["ratchet.gate"] = decision.verdict
     if version.status != status:  # a retry keeps the time of the decision
         decided["ratchet.decided_at"] = datetime.now(UTC).isoformat(timespec="seconds")
     if decision.gate:
-        client.update_model_version(version.model, version.version, description=decision.gate)
+        client.update_model_version(version.model, version.version, description=decision.gate[:LONGEST_TEXT])
     # The status last: where it is, the rest is.
     _tag(client, version, {**decided, **more, STATUS: status})
 

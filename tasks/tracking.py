@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from engine.errors import FaultError, RefusedError
 from engine.spec.tracking import TrackingSpec, clean_metric_name
@@ -116,6 +116,14 @@ def run_url(tracking: TrackingSpec | None) -> str:
     with mlflow_client() as client:
         experiment_id = client.get_run(tracking.run_id).info.experiment_id
     return f"{deployment.mlflow_url()}/#/experiments/{experiment_id}/runs/{tracking.run_id}"
+
+
+def review_links(tracking: TrackingSpec | None, model: str, version: str) -> dict[str, str]:
+    """Pages of MLflow that a reviewer wants, by what they are called."""
+    links = {f"{model} version {version} in MLflow": f"{deployment.mlflow_url()}/#/models/{quote(model)}/versions/{version}"}
+    if run := run_url(tracking):
+        links |= {"Training run in MLflow": run, "Report": f"{run}/artifacts/report/report.html"}
+    return links
 
 
 def git_sha(checkout: Path = Path(__file__).parents[1]) -> str:

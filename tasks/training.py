@@ -43,7 +43,7 @@ def begin(**context: Any) -> dict[str, str]:
             pipeline=plan, preset=params["preset"], base_model=base, base_version=version, tracking=parent,
             mlflow_url=tracking.run_url(parent), gpu_hour_price=deployment.gpu_hour_price(),
             dag_id=ti.dag_id, run_id=ti.run_id, force=bool(params.get("force"))))
-        return {"root": root, "base_model": base, "mlflow": show_links(context, run_file(context))}
+        return {"root": root, "base_model": base, "mlflow": links.show_run(context, run_file(context))}
 
 
 def base_model(plan: pipeline.Pipeline) -> tuple[str, str]:
@@ -78,19 +78,6 @@ def run_file(context: Any) -> runs.RunFile:
     return runs.read_run(runs.run_root(context["ti"].dag_id, context["ti"].run_id))
 
 
-def show_links(context: Any, file: runs.RunFile, mlflow_run: str | None = None) -> str:
-    """Have the task show where its run is to be found.
-
-    Args:
-        mlflow_run: id of the task's own MLflow run; None: the one of the whole run.
-    Returns:
-        The address of the MLflow run.
-    """
-    address = links.sibling_run(file.mlflow_url, mlflow_run)
-    links.show(context, (links.MLFLOW, address), (links.REPORT, links.report(file.dag_id, file.run_id)))
-    return address
-
-
 def job(context: Context, *, build: Callable[..., RunSpec], needs: tuple[str, ...] = (),
         stage: int | None = None) -> RunSpec:
     """The spec of one of the run's jobs.
@@ -103,7 +90,7 @@ def job(context: Context, *, build: Callable[..., RunSpec], needs: tuple[str, ..
     """
     file = run_file(context)
     where = TrackingSpec() if stage is None else stage_run(file, stages.stage_name(stage))
-    show_links(context, file, where.run_id)
+    links.show_run(context, file, where.run_id)
     run = view(file, context, needs, where)
     return build(run) if stage is None else build(run, stage)
 
@@ -118,7 +105,7 @@ def finetune_job(context: Context, *, section: str) -> FinetuneSpec:
     if section not in file.pipeline.finetuned:
         raise AirflowSkipException(f"preset {file.preset} has no section {section}")
     where = stage_run(file, section)
-    show_links(context, file, where.run_id)
+    links.show_run(context, file, where.run_id)
     return stages.finetune_spec(view(file, context, ("prepare",), where), section)
 
 
@@ -131,7 +118,7 @@ def stage_run(file: runs.RunFile, name: str) -> TrackingSpec:
 def report_job(context: Context) -> ReportSpec:
     """The spec of the run's report."""
     file = run_file(context)
-    show_links(context, file)
+    links.show_run(context, file)
     tasks = ("prepare", *file.pipeline.finetuned, *stage_tasks(file.pipeline))
     run = view(file, context, tasks, file.tracking)
     where = {task: str(jobs.job_directory(deployment.home(), file.dag_id, file.run_id, task)) for task in tasks}
@@ -149,7 +136,7 @@ def stage_tasks(plan: pipeline.Pipeline) -> tuple[str, ...]:
 def go_on(context: Context, *, stage: int) -> stages.Decision:
     """Whether another stage follows this one."""
     file = run_file(context)
-    show_links(context, file)
+    links.show_run(context, file)
     needed = tuple(stages.evaluate_task(k) for k in range(max(1, stage - 1), stage + 1))
     run = view(file, context, needed, TrackingSpec())
     return stages.decide(file.pipeline, stage, stages.evaluations_of(run.results))
@@ -160,7 +147,7 @@ def register(**context: Any) -> dict[str, Any]:
     with airflow_errors():
         root = runs.run_root(context["ti"].dag_id, context["ti"].run_id)
         file = run_file(context)
-        show_links(context, file)
+        links.show_run(context, file)
         run = view(file, context, ("prepare", *stage_tasks(file.pipeline)), file.tracking)
         last = stages.last_stage(file.pipeline, stages.evaluations_of(run.results))
         train, evaluation = run.results[stages.train_task(last)], run.results[stages.evaluate_task(last)]

@@ -14,6 +14,9 @@ from pathlib import Path
 PIPELINE_PYTHON = os.environ.get("RATCHET_PIPELINE_PYTHON") or str(
     Path(__file__).parents[1] / ".venv" / "pipeline" / "bin" / "python")
 START_LIMIT_S = 180.0
+WEBHOOKS = {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+            "MLFLOW_WEBHOOK_CACHE_TTL": "0"}
+"""A receiver on this machine, seen at once."""
 
 
 def free_port() -> int:
@@ -35,7 +38,7 @@ class MlflowServer:
         """Return when the server answers."""
         python = PIPELINE_PYTHON if Path(PIPELINE_PYTHON).exists() else sys.executable
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
-        environment |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | WEBHOOKS
         with (self.directory / "mlflow.log").open("a") as log:
             self._process = subprocess.Popen(
                 [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",

@@ -1,11 +1,16 @@
 """What the evaluate stage writes: `evaluation.json` (scores, for the gates) and `samples.jsonl` (texts, for people)."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from pydantic import ConfigDict, Field
 
 from engine.spec.base import Spec
 
 EVALUATION_FILE = "evaluation.json"
 SAMPLES_FILE = "samples.jsonl"
+PAIRS_SHOWN = 4
+"""Of each kind: gained most, lost most, changed in words."""
 
 
 class Evidence(Spec):
@@ -85,3 +90,28 @@ class SampleRecord(Evidence):
     greedy: bool
     score: float
     tokens: int = Field(ge=0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The greedy responses of two models to one prompt."""
+
+    kind: str
+    """`gained`, `lost` or `changed`."""
+    before: SampleRecord
+    after: SampleRecord
+
+
+def choose_pairs(samples: Iterable[SampleRecord], before: str, after: str) -> list[Pair]:
+    """Greedy responses worth reading: those whose score rose most, fell most, or stayed while the words changed."""
+    by_model: dict[str, dict[str, SampleRecord]] = {before: {}, after: {}}
+    for sample in samples:
+        if sample.greedy and sample.model in by_model:
+            by_model[sample.model][sample.id] = sample
+    both = [(old, by_model[after][name]) for name, old in by_model[before].items() if name in by_model[after]]
+    both.sort(key=lambda pair: (pair[0].score - pair[1].score, pair[0].id))
+    gained = [Pair("gained", old, new) for old, new in both if new.score > old.score]
+    lost = [Pair("lost", old, new) for old, new in reversed(both) if new.score < old.score]
+    changed = [Pair("changed", old, new) for old, new in both
+               if new.score == old.score and new.response != old.response]
+    return gained[:PAIRS_SHOWN] + lost[:PAIRS_SHOWN] + changed[:PAIRS_SHOWN]

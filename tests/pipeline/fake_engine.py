@@ -60,18 +60,22 @@ def evaluation(directory: Path, spec: dict) -> dict:
     from engine.store import hash_model_dir
 
     scores = read_plan().get("scores", {})
-    models, metrics = [], {}
+    models, metrics, samples = [], {}, []
     for model in spec["models"]:
         # Models are recognised by what they are, not by what this evaluation calls them: like weights would be.
         score = next((v for part, v in scores.items() if part in model["uri"]), 0.0)
         prompts = [{"id": f"p{i}", "task": "t", "greedy": float(i < 60 * score), "sampled": [float(i < 60 * score)] * 2,
                     "lengths": [4, 4, 4]} for i in range(60)]
+        samples += [{"model": model["name"], "id": p["id"], "task": "t", "prompt": f"ask {p['id']}", "answer": "42",
+                     "response": f"{score} ```\n<img src=x> | {p['id']}", "greedy": True, "score": p["greedy"],
+                     "tokens": 4} for p in prompts]
         models.append({"model": model["name"], "uri": model["uri"], "weights_hash": hash_model_dir(model["uri"]),
                        "prompts_hash": "p" * 64, "settings_hash": "e" * 64, "prompts": prompts,
                        "metrics": {"mean_reward": score}})
         metrics[f"{model['name']}/mean_reward"] = score
     path = directory / "evaluation.json"
     path.write_text(json.dumps({"schema_version": 1, "pass_threshold": 1.0, "models": models}))
+    (directory / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     outputs = {"evaluation": str(path), "samples": str(directory / "samples.jsonl")}
     return {"outputs": outputs, "metrics": metrics, "hashes": {"prompts": "p" * 64}}
 

@@ -31,7 +31,8 @@ def test_parsing_reads_no_preset_and_connects_to_nothing(tmp_path):
             "    assert not str(file).endswith('.yaml'), f'{file} read at parse time'\n"
             "    return plain(file, *a, **k)\n"
             "builtins.open = watched\n"
-            "for name in ('train_ppo', 'review_candidate'): runpy.run_path(f'dags/{name}.py')\n"
+            "import pathlib\n"
+            "for path in pathlib.Path('dags').glob('*.py'): runpy.run_path(str(path))\n"
             "print('parsed')")
     environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path), "PYTHONPATH": "."}
     assert "parsed" in subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
@@ -89,6 +90,30 @@ def test_a_candidate_starts_its_review(dags):
     assert list(dags["train_ppo"].get_task("register").outlets) == [CANDIDATE]
     assert list(review.get_task("promote").outlets) == [CHAMPION]
     assert CANDIDATE in list(review.schedule) and review.catchup is False
+
+
+def test_a_review_that_does_not_promote_rejects_or_starts_over_and_promotions_run_one_at_a_time(dags):
+    from tasks.assets import CANDIDATE, LEFT_CANDIDATES
+
+    review = dags["review_candidate"]
+    for task in ("reject", "review_again"):
+        assert upstream(review, task) == {"promote"} and review.get_task(task).trigger_rule == "all_skipped"
+    assert list(review.get_task("review_again").outlets) == [CANDIDATE]
+    assert list(review.get_task("load").outlets) == [LEFT_CANDIDATES]
+    assert review.get_task("promote").max_active_tis_per_dag == 1
+    assert list(review.get_task("reject").outlets) == []
+
+
+def test_what_a_person_starts_needs_its_fields(dags):
+    from airflow.sdk.exceptions import ParamValidationError
+
+    for dag_id, fields in {"rollback": ("model", "reason"), "evaluate_model": ("model", "prompts")}.items():
+        assert dags[dag_id].schedule is None
+        for field in fields:
+            with pytest.raises(ParamValidationError):
+                dags[dag_id].params.get_param(field).resolve("")
+    with pytest.raises(ParamValidationError):
+        dags["rollback"].params.get_param("version").resolve("champion")
 
 
 def test_the_form_offers_every_preset_and_refuses_others(dags):

@@ -23,7 +23,7 @@ def run(airflow):
     """One finished run of two short stages, and its review."""
     model = airflow.home / "models" / "real"
     subprocess.run([REAL_ENGINE, "examples/models.py", "tiny", str(model)], check=True)
-    airflow.plan({"real": ["/end-to-end/", "/review_candidate/"]})
+    airflow.plan({"real": ["/end-to-end/", "/review_candidate/", "/evaluate_model/"]})
     airflow.api.trigger("train_ppo", {"preset": "real", "iterations": ITERATIONS}, "end-to-end")
     states = airflow.finished("end-to-end", seconds=500)
     assert set(states.values()) == {"success", "skipped"}, states
@@ -73,3 +73,18 @@ def test_mlflow_has_a_parent_with_a_nested_run_per_stage_and_every_step_once(air
     steps = sorted(m.step for child in children for m in client.get_metric_history(child.info.run_id, "reward/mean"))
     assert steps == list(range(1, 2 * ITERATIONS + 1))
     assert "report.html" in {Path(f.path).name for f in client.list_artifacts(parent.info.run_id, "report")}
+
+
+def test_evaluating_a_model_of_the_run_generates_nothing_either_and_logs_it_once(airflow, run, client):
+    made = airflow.api.xcom("train_ppo", "end-to-end", "register")
+    prompts = json.loads((airflow.job("end-to-end", "stage_2.evaluate") / "spec.json").read_text())["prompts"]
+    evaluation = airflow.api.trigger("evaluate_model", {
+        "model": "real", "version": made["version"], "prompts": prompts, "preset": "real"})
+    assert set(airflow.finished(evaluation, "evaluate_model").values()) == {"success"}
+    log = (airflow.job(evaluation, "evaluate", "evaluate_model") / "log.txt").read_text()
+    assert [json.loads(line)["cached"] for line in log.splitlines() if '"event": "evaluated"' in line] == [True]
+    found = airflow.api.xcom("evaluate_model", evaluation, "result")
+    stage = result(airflow, "stage_2.evaluate").metrics
+    assert found["metrics"]["eval/mean_reward"] == stage["stage_2/mean_reward"]
+    logged = client.get_metric_history(found["mlflow"].rpartition("/")[2], "eval/mean_reward")
+    assert [metric.value for metric in logged] == [stage["stage_2/mean_reward"]]

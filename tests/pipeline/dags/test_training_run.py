@@ -37,7 +37,7 @@ def test_a_run_trains_its_stages_skips_the_rest_and_its_candidate_is_promoted(ai
     review = airflow.review_of(run)
     assert airflow.finished(review, "review_candidate") == {
         "load": "success", "evaluate": "success", "gate": "success", "approve": "success", "promote": "success",
-        "reject": "skipped"}
+        "reject": "skipped", "review_again": "skipped"}
     champion = registry.read("tiny", registry.CHAMPION)
     assert champion.version == made["version"] and champion.export_uri.endswith("good/stage_2/export")
     assert champion.tags["ratchet.decided_by"] == "policy"
@@ -82,7 +82,7 @@ def test_a_person_approves_or_rejects_and_is_named(airflow):
         airflow.finished(run)
         review = airflow.review_of(run)
         airflow.wait(lambda review=review: airflow.api.tasks(
-            "review_candidate", review)["approve"]["state"] == "awaiting_input")
+            "review_candidate", review)["approve"]["state"] == "deferred")
         # Airflow 3.3: an answer before the scheduler has seen the first half of the task end makes it ask once more.
         time.sleep(3)
         airflow.api.answer("review_candidate", review, "approve", answer)

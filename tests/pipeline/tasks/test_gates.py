@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.spec import GatePolicy, GuardMetric, Limit, ModelEvaluation, PrimaryMetric, PromptScores
-from engine.statistics import PairedTest, paired_tests, summarise
+from engine.statistics import PairedTest, detectable_difference, paired_tests, summarise
 from tasks.gates import GateEvidence, gate, risen
 
 
@@ -48,7 +48,7 @@ def test_a_clear_rise_passes_and_the_reason_has_the_numbers():
     assert result.passed
     assert result.reasons[0].startswith("mean_reward rises: +0.") and "lower bound +0." in result.reasons[0]
     assert 0.05 < result.detectable["mean_reward"] < 0.2
-    assert f"this set finds a rise of +{result.detectable['mean_reward']:.3g} with power 80%" in result.reasons[0]
+    assert f"this set can detect +{result.detectable['mean_reward']:.3g} (with power 80%)" in result.reasons[0]
 
 
 def test_the_same_evidence_gives_the_same_verdict_to_the_last_digit():
@@ -235,6 +235,43 @@ def test_prompts_that_rise_and_fall_together_do_not_raise_the_rate_of_false_prom
     differences = shared + own if noise == "normal" else np.sign(np.round(shared + own))
     assert _promotions(differences, clusters) <= 0.05 * COMPARISONS
     assert _promotions(differences) > 0.08 * COMPARISONS  # what ignoring the clusters would do
+
+
+def _binary_differences(rng, rise, repeats):
+    """Three prompts in ten change; a change is a win as often as makes the mean `rise`."""
+    changed = rng.random((240, repeats)) < 0.3
+    return np.where(changed, np.where(rng.random((240, repeats)) < 0.5 + rise / 0.6, 1.0, -1.0), 0.0)
+
+
+def _continuous_differences(rng, rise, repeats):
+    return rng.normal(rise, 0.7, (240, repeats))
+
+
+def _correlated_differences(rng, rise, repeats):
+    """Four prompts made from one text share most of what changes."""
+    return rise + np.repeat(rng.normal(0, 1, (60, repeats)), 4, axis=0) + rng.normal(0, 0.5, (240, repeats))
+
+
+@pytest.mark.parametrize(("differences", "clusters"), [
+    (_binary_differences, None), (_continuous_differences, None),
+    (_correlated_differences, [str(i // 4) for i in range(240)])])
+def test_a_rise_of_the_stated_size_is_promoted_as_often_as_stated(differences, clusters):
+    rng = np.random.default_rng(10)
+    rises = [detectable_difference(differences(rng, 0.0, 1)[:, 0], margin=0, alpha=0.05, power=POLICY.power,
+                                   clusters=clusters) for _ in range(15)]
+    found = _promotions(differences(rng, float(np.median(rises)), COMPARISONS), clusters) / COMPARISONS
+    # As stated: 80 %. The rise is estimated from a set, and the sign test's steps round it up: hence the band.
+    assert 0.74 < found < 0.90
+
+
+def test_power_is_told_in_points_for_shares_and_in_units_for_rewards():
+    policy = POLICY.model_copy(update={"primary": [
+        PrimaryMetric(score="pass_at_1"), PrimaryMetric(score="mean_reward")]})
+    result = gate(_better(), policy)
+    rows = {row.check.split()[0]: row.evidence for row in result.table if row.check.split()[0] in result.detectable}
+    assert f"can detect +{100 * result.detectable['pass_at_1']:.3g} points (with power 80%)" in rows["pass_at_1"]
+    assert f"can detect +{result.detectable['mean_reward']:.3g} (with power 80%)" in rows["mean_reward"]
+    assert f"can detect +{100 * result.detectable['pass_at_1']:.3g} points" in result.markdown()
 
 
 def test_several_primary_metrics_share_the_level():

@@ -2,15 +2,26 @@
 
 import itertools
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from mlflow import MlflowClient
 
 from engine.errors import RefusedError
 from tasks import registry, tracking
-from tasks.registry import CANDIDATE, CHAMPION, PREVIOUS, CandidateFiles, Decision, RegistryConflict
+from tasks.registry import (
+    CANDIDATE,
+    CHAMPION,
+    PREVIOUS,
+    REFUSED_TAG,
+    CandidateFiles,
+    ChampionChanged,
+    Decision,
+    RegistryConflict,
+    Review,
+)
 
-DECISION = Decision(by="ada", reason="better on sums", gate="**Gate passed**", url="review/1")
+DECISION = Decision(by="ada", reason="better on sums", gate="**Gate passed**", url="review/1", verdict="passed")
 NAMES = (f"model-{i}" for i in itertools.count())
 
 
@@ -37,6 +48,15 @@ def _candidate(model, number):
 def _promote(version, base, **changes):
     arguments = {"base": base, "files_hash": version.weights_hash, "decision": DECISION, **changes}
     return registry.promote(version, **arguments)
+
+
+def _hash(export_uri):
+    """What the files of `/exports/N` have as hash."""
+    return f"hash {export_uri.rsplit('/', 1)[-1]}"
+
+
+def _rollback(model, decision=DECISION, hash_files=_hash, **changes):
+    return registry.rollback(model, decision, hash_files=hash_files, **changes)
 
 
 def _aliases(model):
@@ -95,6 +115,8 @@ def test_promotion_moves_the_aliases_and_keeps_who_why_and_the_gate(client, mode
     assert _aliases(model) == {CHAMPION: "2", PREVIOUS: "1"}
     assert second.status == "champion" and registry.read(model, "1").status == "replaced"
     assert second.tags["ratchet.decided_by"] == "ada" and second.tags["ratchet.reason"] == "better on sums"
+    assert second.tags["ratchet.gate"] == "passed" and second.tags["ratchet.decided_in"] == "review/1"
+    assert datetime.fromisoformat(second.tags["ratchet.decided_at"]) <= datetime.now(UTC)
     assert client.get_model_version(model, "2").description == "**Gate passed**"
 
 
@@ -153,7 +175,7 @@ def test_killed_after_any_write_and_tried_again_it_ends_in_the_same_state(direct
         candidate = _candidate(model, 3) if act == "promote" else None
 
         def run(model=model, base=base, candidate=candidate):
-            return _promote(candidate, base) if candidate else registry.rollback(model, DECISION)
+            return _promote(candidate, base) if candidate else _rollback(model, DECISION)
 
         with pytest.MonkeyPatch.context() as patch:
             _killed_after(patch, writes)
@@ -183,7 +205,7 @@ def test_of_two_candidates_compared_with_one_champion_only_the_first_is_promoted
     first = _promote(_candidate(model, 1), None)
     second, third = _candidate(model, 2), _candidate(model, 3)
     _promote(second, first)
-    with pytest.raises(RegistryConflict, match="compared with champion 1, but the champion is 2 now; review it again"):
+    with pytest.raises(ChampionChanged, match="compared with champion 1, but the champion is 2 now; review it again"):
         _promote(third, first)
     assert _aliases(model) == {CANDIDATE: "3", CHAMPION: "2", PREVIOUS: "1"}
 
@@ -221,20 +243,20 @@ def test_rejection_keeps_the_reason_and_a_rejected_version_is_not_promoted(clien
 
 def test_rollback_goes_back_one_champion_at_a_time_and_never_to_one_that_was_rolled_back(client, model):
     _champions(model, 3)
-    assert registry.rollback(model, replace(DECISION, url="rollback/1")).version == "2"
+    assert _rollback(model, replace(DECISION, url="rollback/1")).version == "2"
     assert _aliases(model) == {CHAMPION: "2", PREVIOUS: "1"}
     assert registry.read(model, "3").status == "rolled_back"
-    assert registry.rollback(model, replace(DECISION, url="rollback/2")).version == "1"
+    assert _rollback(model, replace(DECISION, url="rollback/2")).version == "1"
     assert _aliases(model) == {CHAMPION: "1"}
     with pytest.raises(RegistryConflict, match="nothing to roll back to"):
-        registry.rollback(model, replace(DECISION, url="rollback/3"))
+        _rollback(model, replace(DECISION, url="rollback/3"))
 
 
 def test_a_rolled_back_version_is_not_promoted_by_a_late_retry_of_its_review(client, model):
     first = _promote(_candidate(model, 1), None)
     candidate = _candidate(model, 2)
     _promote(candidate, first)
-    registry.rollback(model, replace(DECISION, url="rollback/1"))
+    _rollback(model, replace(DECISION, url="rollback/1"))
     with pytest.raises(RegistryConflict, match="was rolled_back by ada"):
         _promote(candidate, first)
     assert _aliases(model) == {CHAMPION: "1"}
@@ -242,18 +264,105 @@ def test_a_rolled_back_version_is_not_promoted_by_a_late_retry_of_its_review(cli
 
 def test_rollback_to_a_named_version(client, model):
     _champions(model, 3)
-    assert registry.rollback(model, DECISION, to="1").version == "1"
+    assert _rollback(model, DECISION, to="1").version == "1"
     with pytest.raises(RegistryConflict, match="version 9 is absent"):
-        registry.rollback(model, replace(DECISION, url="other"), to="9")
+        _rollback(model, replace(DECISION, url="other"), to="9")
     with pytest.raises(RegistryConflict, match="has no champion"):
-        registry.rollback(f"{model}-unknown", DECISION)
+        _rollback(f"{model}-unknown", DECISION)
 
 
-def test_what_a_person_decides_in_mlflow_is_read_and_nonsense_is_refused(client, model):
+def test_a_version_that_was_never_champion_or_whose_files_changed_is_not_rolled_back_to(client, model):
+    _champions(model, 2)
+    candidate = _candidate(model, 3)
+    with pytest.raises(RegistryConflict, match=r"/3 was never champion \(it is candidate\); review it instead"):
+        _rollback(model, to="3")
+    registry.reject(candidate, DECISION)
+    with pytest.raises(RegistryConflict, match="it is rejected"):
+        _rollback(model, to="3")
+    for wrong in (lambda uri: "others", lambda uri: ""):
+        with pytest.raises(RegistryConflict, match="whose files are there"):
+            _rollback(model, hash_files=wrong)
+    client.delete_model_version_tag(model, "1", "ratchet.export")
+    with pytest.raises(RegistryConflict, match="whose files are there"):
+        _rollback(model)
+    assert _aliases(model) == {CHAMPION: "2", PREVIOUS: "1"} and registry.read(model, "2").status == "champion"
+
+
+@pytest.mark.parametrize(("tags", "review"), [
+    ({"review": " Approve "}, Review(True, "a person in MLflow")),
+    ({"review": "approve", "reviewer": "ada"}, Review(True, "ada")),
+    ({"review": "Reject: rambles: twice", "reviewer": " "}, Review(False, "a person in MLflow", "rambles: twice")),
+])
+def test_what_a_person_decides_in_mlflow_by_tag_is_read(client, model, tags, review):
     _candidate(model, 1)
     assert registry.review_of(registry.read(model, "1")) is None
-    client.set_model_version_tag(model, "1", "review", " Approve ")
-    assert registry.review_of(registry.read(model, "1")) == "approve"
-    client.set_model_version_tag(model, "1", "review", "maybe")
-    with pytest.raises(RegistryConflict, match="'maybe' is neither"):
-        registry.review_of(registry.read(model, "1"))
+    for key, value in tags.items():
+        client.set_model_version_tag(model, "1", key, value)
+    assert registry.review_of(registry.read(model, "1")) == review
+
+
+def test_nonsense_in_the_tag_is_refused(client, model):
+    _candidate(model, 1)
+    for nonsense in ("maybe", "approved", "approve it", "yes: approve"):
+        client.set_model_version_tag(model, "1", "review", nonsense)
+        with pytest.raises(RegistryConflict, match=f"'{nonsense.split(':')[0]}' is neither"):
+            registry.review_of(registry.read(model, "1"))
+
+
+def test_the_alias_champion_moved_by_hand_is_an_approval_and_a_promotion_is_not(client, model):
+    first = _candidate(model, 1)
+    client.set_registered_model_alias(model, CHAMPION, "1")
+    assert registry.review_of(registry.read(model, "1")).reason == "the alias champion was moved by hand"
+    _promote(first, None)
+    assert registry.review_of(registry.read(model, "1")) is None
+
+
+def test_evidence_counts_while_the_champion_is_the_one_compared_with_or_the_candidate(client, model):
+    candidate = _candidate(model, 1)
+    registry.check_base(candidate, "")
+    with pytest.raises(ChampionChanged, match="compared with champion 7, but the champion is none now"):
+        registry.check_base(candidate, "7")
+    _promote(candidate, None)
+    registry.check_base(candidate, "")
+    registry.check_base(_candidate(model, 2), "1")
+    with pytest.raises(ChampionChanged, match="compared with champion none, but the champion is 1 now"):
+        registry.check_base(registry.read(model, "2"), "")
+
+
+def test_a_rejection_in_mlflow_stops_a_promotion_that_was_approved_elsewhere(client, model):
+    candidate = _candidate(model, 1)
+    client.set_model_version_tag(model, "1", "review", "reject")
+    with pytest.raises(RegistryConflict, match="rejected it in MLflow by the tag review; to promote it all the same"):
+        _promote(candidate, None)
+    assert _aliases(model) == {CANDIDATE: "1"}
+    client.delete_model_version_tag(model, "1", "review")
+    assert _promote(candidate, None).status == "champion"
+
+
+def test_an_approval_in_mlflow_that_is_overruled_gets_the_reason(client, model):
+    candidate = _candidate(model, 1)
+    client.set_model_version_tag(model, "1", "review", "approve")
+    registry.reject(candidate, Decision(by="gate", reason="mean_reward did not rise", verdict="failed"))
+    rejected = registry.read(model, "1")
+    assert rejected.tags[REFUSED_TAG] == "rejected by gate: mean_reward did not rise"
+    assert rejected.tags["ratchet.gate"] == "failed" and _aliases(model) == {}
+
+
+def test_a_champion_set_by_hand_that_the_gate_refused_stays_and_says_so(client, model):
+    candidate = _candidate(model, 1)
+    client.set_registered_model_alias(model, CHAMPION, "1")
+    with pytest.raises(RegistryConflict, match="use rollback"):
+        registry.reject(candidate, Decision(by="gate", reason="it is worse"))
+    assert "by gate: it is worse" in registry.read(model, "1").tags[REFUSED_TAG]
+    assert _aliases(model) == {CANDIDATE: "1", CHAMPION: "1"}
+
+
+def test_a_promotion_clears_an_earlier_refusal_and_long_texts_fit_the_database(client, model):
+    candidate = _candidate(model, 1)
+    registry.refuse_review(candidate, "x" * 6000)
+    assert len(registry.read(model, "1").tags[REFUSED_TAG]) == 5000
+    registry.describe(candidate, "y" * 6000)
+    assert len(client.get_model_version(model, "1").description) == 5000
+    promoted = _promote(candidate, None, decision=Decision(by="ada", reason="r" * 6000, gate="z" * 6000))
+    assert promoted.tags[REFUSED_TAG] == "" and len(promoted.tags["ratchet.reason"]) == 5000
+    assert client.get_model_version(model, "1").description == "z" * 5000
