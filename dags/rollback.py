@@ -5,7 +5,7 @@ from datetime import timedelta
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
-from tasks import rollback
+from tasks import notes, rollback
 from tasks.assets import CHAMPION
 
 DOC = """
@@ -27,6 +27,6 @@ PARAMS = {
 with DAG(
     "rollback", params=PARAMS, schedule=None, catchup=False, max_active_runs=1, doc_md=DOC, tags=["ratchet", "review"],
     default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10)},
+                  "max_retry_delay": timedelta(minutes=10), "on_failure_callback": notes.failed},
 ) as dag:
     PythonOperator(task_id="roll_back", python_callable=rollback.roll_back, outlets=[CHAMPION])

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.store import hash_model_dir
-from tasks import registry
+from tasks import notes, registry
 from tasks.operators import airflow_errors
 from tasks.review import announce, registry_conflicts
 
@@ -17,6 +17,7 @@ def roll_back(**context: Any) -> dict[str, str]:
         restored = registry.rollback(
             params["model"].strip(), decision, hash_files=hash_model_dir, to=params.get("version") or None)
     announced = announce(context, restored)
+    notes.say(context, f"**{restored.label}** is the champion again: {decision.reason} ({decision.by})")
     return {**announced, "left": restored.tags.get("ratchet.restored_from", ""), "by": decision.by}
 
 

@@ -120,7 +120,8 @@ def run_url(tracking: TrackingSpec | None) -> str:
 
 def review_links(tracking: TrackingSpec | None, model: str, version: str) -> dict[str, str]:
     """Pages of MLflow that a reviewer wants, by what they are called."""
-    links = {f"{model} version {version} in MLflow": f"{deployment.mlflow_url()}/#/models/{quote(model)}/versions/{version}"}
+    page = f"{deployment.mlflow_url()}/#/models/{quote(model)}/versions/{version}"
+    links = {f"{model} version {version} in MLflow": page}
     if run := run_url(tracking):
         links |= {"Training run in MLflow": run, "Report": f"{run}/artifacts/report/report.html"}
     return links
