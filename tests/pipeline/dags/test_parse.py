@@ -134,8 +134,8 @@ def test_every_field_of_the_form_explains_itself_and_every_field_is_read(dags):
     read = {"preset", "override", "force", *Form.__dataclass_fields__}
     assert set(params) == read
     for name in params:
-        schema = params.get_param(name).schema
-        assert schema["title"] and schema["section"] and schema["description"].endswith("."), name
+        schema, description = params.get_param(name).schema, params.get_param(name).description
+        assert schema["title"] and schema["section"] and description.endswith((".", "`")), name
         kind = schema.get("type", "string")
         if "integer" in kind or "number" in kind:
             assert "maximum" in schema and ("minimum" in schema or "exclusiveMinimum" in schema), name
