@@ -19,7 +19,8 @@ METRICS_PER_REQUEST = 1000
 PARAMS_PER_REQUEST = 100
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 GATHER_S = 1.0
-"""Pause after sending. A request costs the training loop time, as both share the interpreter: short iterations go together."""
+"""Pause after sending: a request costs the training loop time, as both share the interpreter, so short iterations go
+together."""
 
 log = logging.getLogger(__name__)
 
