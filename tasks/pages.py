@@ -79,7 +79,7 @@ def card_of(dag_id: str, run_id: str, results: Results) -> cards.Card:
     begun, loaded = (results.get(task, {}).get("return_value") or {} for task in ("begin", "load"))
     root = runs.run_root(dag_id, run_id) if begun else str(loaded.get("run_uri", ""))
     # XComs can be written over Airflow's API: they may not lead out of the store.
-    if not root.startswith(join(deployment.store(), "runs")) or ".." in root:
+    if not root.startswith(join(deployment.store(), "runs") + "/") or ".." in root:
         return cards.Card(title=f"{dag_id}: nothing to show yet" if said else
                           f"{dag_id}: no training run of Ratchet has begun here", said=said)
     file = runs.read_run(root)
