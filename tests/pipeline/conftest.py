@@ -2,6 +2,7 @@
 
 import json
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 from tasks.launchers import local
 from tests.mlflow_server import MlflowServer
 from tests.pipeline.airflow_stack import Airflow
+from tests.pipeline.fake_engine import REAL_ENGINE
 
+REAL_ITERATIONS = 3
+"""Of each of the two stages of `real_run`."""
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
 
@@ -74,3 +78,19 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     engine = write_engine(home / "python")
     with Airflow(home, engine) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def real_run(airflow: Airflow) -> str:
+    """The training run `end-to-end`, done by the real engine, and its finished review; the review's run id."""
+    if not Path(REAL_ENGINE).exists():
+        pytest.skip("no engine environment; `make setup`")
+    model = airflow.home / "models" / "real"
+    subprocess.run([REAL_ENGINE, "examples/models.py", "tiny", str(model)], check=True)
+    airflow.plan({"real": ["/end-to-end/", "/review_candidate/", "/evaluate_model/"]})
+    airflow.api.trigger("train_ppo", {"preset": "real", "iterations": REAL_ITERATIONS}, "end-to-end")
+    states = airflow.finished("end-to-end", seconds=500)
+    assert set(states.values()) == {"success", "skipped"}, states
+    review = airflow.review_of("end-to-end")
+    airflow.finished(review, "review_candidate", seconds=200)
+    return review

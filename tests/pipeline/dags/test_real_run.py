@@ -1,7 +1,6 @@
 """The tiny preset end to end: real Airflow, real engine, real MLflow and registry."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,26 +9,10 @@ from engine.spec import RunResult
 from engine.store import hash_model_dir
 from tasks import registry
 from tasks.tracking import mlflow_client
-from tests.pipeline.fake_engine import REAL_ENGINE
+from tests.engine.metric_names import undocumented
+from tests.pipeline.conftest import REAL_ITERATIONS
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.skipif(not Path(REAL_ENGINE).exists(), reason="no engine environment; `make setup`")]
-
-ITERATIONS = 3
-
-
-@pytest.fixture(scope="module")
-def run(airflow):
-    """One finished run of two short stages, and its review."""
-    model = airflow.home / "models" / "real"
-    subprocess.run([REAL_ENGINE, "examples/models.py", "tiny", str(model)], check=True)
-    airflow.plan({"real": ["/end-to-end/", "/review_candidate/", "/evaluate_model/"]})
-    airflow.api.trigger("train_ppo", {"preset": "real", "iterations": ITERATIONS}, "end-to-end")
-    states = airflow.finished("end-to-end", seconds=500)
-    assert set(states.values()) == {"success", "skipped"}, states
-    review = airflow.review_of("end-to-end")
-    airflow.finished(review, "review_candidate", seconds=200)
-    return review
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -43,7 +26,7 @@ def result(airflow, task):
     return RunResult.model_validate_json((airflow.job("end-to-end", task) / "result.json").read_text())
 
 
-def test_the_candidate_is_what_the_last_stage_exported_and_what_was_evaluated(airflow, run, client):
+def test_the_candidate_is_what_the_last_stage_exported_and_what_was_evaluated(airflow, real_run, client):
     made = airflow.api.xcom("train_ppo", "end-to-end", "register")
     version = registry.read("real", made["version"])
     assert made["stage"] == 2 and version.status in ("champion", "rejected")
@@ -52,18 +35,18 @@ def test_the_candidate_is_what_the_last_stage_exported_and_what_was_evaluated(ai
     assert result(airflow, "stage_2.evaluate").hashes["weights/stage_2"] == version.weights_hash
 
 
-def test_stages_count_on_from_each_other(airflow, run):
+def test_stages_count_on_from_each_other(airflow, real_run):
     versions = [result(airflow, f"stage_{k}.train").policy_version for k in (1, 2)]
-    assert versions == [ITERATIONS, 2 * ITERATIONS]
+    assert versions == [REAL_ITERATIONS, 2 * REAL_ITERATIONS]
 
 
-def test_the_review_generates_nothing_that_a_stage_has_generated(airflow, run):
-    log = (airflow.job(run, "evaluate", "review_candidate") / "log.txt").read_text()
+def test_the_review_generates_nothing_that_a_stage_has_generated(airflow, real_run):
+    log = (airflow.job(real_run, "evaluate", "review_candidate") / "log.txt").read_text()
     events = [json.loads(line) for line in log.splitlines() if line.startswith('{"event": "evaluated"')]
     assert [(e["model"], e["cached"]) for e in events] == [("champion", True), ("candidate", True)]
 
 
-def test_mlflow_has_a_parent_with_a_nested_run_per_stage_and_every_step_once(airflow, run, client):
+def test_mlflow_has_a_parent_with_a_nested_run_per_stage_and_every_step_once(airflow, real_run, client):
     spec = json.loads((airflow.job("end-to-end", "stage_2.train") / "spec.json").read_text())
     parent = client.get_run(spec["tracking"]["parent_run_id"])
     children = client.search_runs(
@@ -71,11 +54,11 @@ def test_mlflow_has_a_parent_with_a_nested_run_per_stage_and_every_step_once(air
     assert {c.data.tags["mlflow.runName"] for c in children} == {"stage_1", "stage_2"}
     assert {r.info.status for r in (parent, *children)} == {"FINISHED"}
     steps = sorted(m.step for child in children for m in client.get_metric_history(child.info.run_id, "reward/mean"))
-    assert steps == list(range(1, 2 * ITERATIONS + 1))
+    assert steps == list(range(1, 2 * REAL_ITERATIONS + 1))
     assert "report.html" in {Path(f.path).name for f in client.list_artifacts(parent.info.run_id, "report")}
 
 
-def test_evaluating_a_model_of_the_run_generates_nothing_either_and_logs_it_once(airflow, run, client):
+def test_evaluating_a_model_of_the_run_generates_nothing_either_and_logs_it_once(airflow, real_run, client):
     made = airflow.api.xcom("train_ppo", "end-to-end", "register")
     prompts = json.loads((airflow.job("end-to-end", "stage_2.evaluate") / "spec.json").read_text())["prompts"]
     evaluation = airflow.api.trigger("evaluate_model", {
@@ -88,3 +71,8 @@ def test_evaluating_a_model_of_the_run_generates_nothing_either_and_logs_it_once
     assert found["metrics"]["eval/mean_reward"] == stage["stage_2/mean_reward"]
     logged = client.get_metric_history(found["mlflow"].rpartition("/")[2], "eval/mean_reward")
     assert [metric.value for metric in logged] == [stage["stage_2/mean_reward"]]
+
+
+def test_what_the_real_engine_logs_is_documented(airflow, real_run):
+    for line in (airflow.job("end-to-end", "stage_1.train") / "metrics.jsonl").read_text().splitlines():
+        assert undocumented(json.loads(line)["metrics"]) == []
