@@ -74,7 +74,10 @@ def test_a_candidate_made_champion_by_hand_before_its_review_is_told_so_and_left
 
 
 def test_a_champion_without_a_directory_cannot_be_compared_with_and_says_what_to_do(version):
-    version.create_model_version("marked", source="/elsewhere", run_id=None)
+    run = tracking.parent_run("marked", "marked/2", name="a run", lineage=tracking.Lineage())
+    registry.register_candidate("marked", registry.CandidateFiles(
+        export_uri="/exports", weights_hash="hash", run_id=run.run_id))
+    version.delete_model_version_tag("marked", "2", "ratchet.export")
     version.set_registered_model_alias("marked", registry.CHAMPION, "2")
     context = {"params": {"model": "marked", "version": "1"}, "triggering_asset_events": {}}
     with pytest.raises(AirflowFailException, match=r"marked/2 is the champion but has no tag ratchet.export; set"):
