@@ -106,7 +106,7 @@ def now(version):
 def reviews(airflow):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", airflow.stack.mlflow_url)
-        airflow.plan({"scores": {"worse": 0.1, "-better": 0.9, "-1/": 0.5, "-2/": 0.9, "-3/": 0.8}})
+        airflow.plan({"scores": {"worse": 0.03, "-better": 0.9, "-1/": 0.5, "-2/": 0.9, "-3/": 0.8}})
         with tracking.mlflow_client() as client:
             yield Reviews(airflow, client)
 
@@ -233,7 +233,7 @@ def test_an_approval_in_mlflow_does_not_overrule_a_failed_gate_and_says_so(revie
         "success", "skipped", "skipped", "success")
     version = now(started["worse"])
     assert version.status == "rejected" and version.tags["ratchet.gate"] == "failed"
-    assert version.tags[REFUSED_TAG].startswith("rejected by gate: mean_reward rises: +0.1 (lower bound")
+    assert version.tags[REFUSED_TAG].startswith("rejected by gate: mean_reward rises: +0.03333 (lower bound")
     assert registry.read("worse", CHAMPION) is None
 
 
