@@ -146,6 +146,8 @@ class Demo:
         verdict = self.api.xcom("review_candidate", review, "gate")
         if rejected:
             print(f"\nNot promoted: {candidate} was rejected by {rejected['by']}: {rejected['reason']}")
+        elif again := self.api.xcom("review_candidate", review, "review_again"):
+            print(f"\nNot promoted yet: {again['reason']}; a new review has started")
         else:
             print(f"\nPromoted: {candidate} is the champion. {verdict}")
         print(f"Report   {self.api.xcom('train_ppo', run, 'report')['outputs']['report']}")

@@ -8,7 +8,7 @@ from airflow.sdk.definitions.context import Context
 
 from engine.errors import DataError, ModelError, SpecError
 from engine.layout import check_generation_layout, read_model_shape
-from engine.spec import EvaluateSpec, RunResult, hash_spec
+from engine.spec import EvaluateSpec, RewardModelReward, RunResult, hash_spec
 from engine.store import MANIFEST, exists, is_s3, join, read_text
 from tasks import deployment, pipeline, registry, runs, stages, tracking
 from tasks.operators import airflow_errors
@@ -65,7 +65,8 @@ def find_model(model: str, version: str) -> tuple[str, registry.Version | None]:
 
 def uses_trained_reward(plan: pipeline.Pipeline) -> bool:
     """Whether the preset's evaluation scores with a reward model of its own run."""
-    return any(getattr(reward, "model", None) == pipeline.TRAINED for reward in plan.evaluate_numbers.rewards)
+    return any(isinstance(reward, RewardModelReward) and reward.model == pipeline.TRAINED
+               for reward in plan.evaluate_numbers.rewards)
 
 
 def check_model(plan: pipeline.Pipeline, uri: str) -> None:

@@ -105,6 +105,9 @@ def promote(**context: Any) -> dict[str, str]:
     with airflow_errors():
         found = _loaded(context)
         candidate, decision = _version(found["model"], found["candidate"]), _decision(context, "approved")
+        if context["ti"].xcom_pull(task_ids="gate", key="verdict") != "passed":
+            # Somebody marked tasks by hand.
+            raise AirflowFailException(f"{candidate.label}: the gate of this review has not passed; clear its task")
         try:
             with registry_conflicts():
                 champion = registry.promote(
@@ -178,7 +181,9 @@ def _changed(context: Any) -> str:
 
 def _decision(context: Context, verb: str) -> registry.Decision:
     ti = context["ti"]
-    answer = ti.xcom_pull(task_ids="approve", key="answer") or {"by": "gate", "reason": ""}
+    answer = ti.xcom_pull(task_ids="approve", key="answer") or {
+        # Approved without an answer: a person marked the task approve as done.
+        "by": "gate" if verb == "rejected" else "a person in Airflow", "reason": ""}
     reason = ti.xcom_pull(task_ids="gate")
     if answer["by"] not in ("gate", "policy"):
         said = f" ({answer['reason']})" if answer["reason"] else ""

@@ -95,6 +95,18 @@ def test_the_approval_shows_the_evidence_and_approving_promotes(airflow, page, m
     assert champion.version == made["version"] and champion.tags["ratchet.decided_by"] == "admin"
 
 
+def test_the_tab_of_a_run_shows_the_verdict_and_its_links_open_beside_it(airflow, page):
+    page.goto(f"{airflow.stack.airflow_url}/dags/train_ppo/runs/{RUN}/plugin/ratchet")
+    card = page.frame_locator("iframe[title=Ratchet]")
+    card.get_by_text("gate passed").wait_for()
+    shoot(page, "airflow-card")
+    with page.context.expect_page() as opened:
+        card.get_by_role("link", name="Report").click()
+    opened.value.get_by_text("gate passed").wait_for()
+    assert opened.value.url == f"{airflow.stack.airflow_url}/ratchet/runs/train_ppo/{RUN}/report"
+    opened.value.close()
+
+
 def test_the_champion_is_in_the_registry_with_its_evidence(airflow, page):
     page.goto(f"{airflow.stack.mlflow_url}/#/models/tiny")
     version = airflow.api.xcom("train_ppo", RUN, "register")["version"]

@@ -133,20 +133,3 @@ def test_of_two_answers_at_the_same_moment_the_first_counts(monkeypatch):
 
     event = answered(monkeypatch, Late(), database=database)
     assert event["chosen_options"] == [REJECT] and event["responded_by_user"]["name"] == "grace"
-
-
-def test_of_candidates_that_arrive_together_the_newest_is_reviewed_and_the_others_are_announced_again():
-    from tasks import review
-    from tasks.assets import CANDIDATE, LEFT_CANDIDATES
-
-    def event(second, model, version):
-        return SimpleNamespace(timestamp=second, extra={"model": model, "version": version, "run_uri": f"/{second}"})
-
-    announced = []
-    context = {
-        "triggering_asset_events": {CANDIDATE: [
-            event(1, "a", "1"), event(4, "b", "7"), event(2, "a", "2"), event(3, "a", "2")]},
-        "outlet_events": {LEFT_CANDIDATES: SimpleNamespace(
-            add=lambda asset, extra: announced.append((asset, extra["model"], extra["version"])))}}
-    assert review._asked_for(context) == ("b", "7")
-    assert announced == [(CANDIDATE, "a", "1"), (CANDIDATE, "a", "2")]

@@ -51,7 +51,7 @@ def test_a_promotion_reaches_a_webhook_whose_sender_can_be_verified(mlflow_uri, 
     client, genuine = MlflowClient(tracking_uri=mlflow_uri, registry_uri=mlflow_uri), documented("genuine")
     creation = next(block for block in BLOCKS if "create_webhook" in block)
     events = re.search(r"events=(\[.*?\])", creation).group(1)
-    hook = client.create_webhook(name="champion moved", url=url, secret=SECRET, events=json.loads(events))
+    hook = client.create_webhook(name="champion-moved", url=url, secret=SECRET, events=json.loads(events))
     run = tracking.parent_run("hooks", "hooks/1", name="a run", lineage=tracking.Lineage())
     version = registry.register_candidate("hooked", registry.CandidateFiles(
         export_uri="/exports/1", weights_hash="hash", run_id=run.run_id))
