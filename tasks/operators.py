@@ -59,6 +59,7 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             self._directory = jobs.job_directory(
                 deployment.home(), ti.dag_id, ti.run_id, ti.task_id, ti.map_index if ti.map_index is not None else -1)
             self.log.info("Job directory: %s", self._directory)
+            jobs.note_task(self._directory, dag_id=ti.dag_id, run_id=ti.run_id, task_id=ti.task_id)
             return self.execute_resumable(context)
 
     def submit_job(self, context: Context) -> str:

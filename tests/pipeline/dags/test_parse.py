@@ -31,7 +31,7 @@ def test_parsing_reads_no_preset_and_connects_to_nothing(tmp_path):
             "    assert not str(file).endswith('.yaml'), f'{file} read at parse time'\n"
             "    return plain(file, *a, **k)\n"
             "builtins.open = watched\n"
-            "for name in ('train_ppo', 'review_candidate'): runpy.run_path(f'dags/{name}.py')\n"
+            "for name in ('train_ppo', 'review_candidate', 'housekeeping'): runpy.run_path(f'dags/{name}.py')\n"
             "print('parsed')")
     environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path), "PYTHONPATH": "."}
     assert "parsed" in subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
@@ -99,3 +99,14 @@ def test_the_form_offers_every_preset_and_refuses_others(dags):
     for name, wrong in (("preset", "none"), ("stages", 0), ("stages", 5), ("iterations", "x"), ("approval", "maybe")):
         with pytest.raises(ParamValidationError):
             params.get_param(name).resolve(wrong)
+
+
+def test_housekeeping_is_weekly_and_a_dry_run_unless_the_deployment_says_otherwise(dags, monkeypatch):
+    dag = dags["housekeeping"]
+    assert (dag.schedule, dag.catchup, dag.max_active_runs) == ("@weekly", False, 1)
+    assert upstream(dag, "delete") == {"look"} and dag.params["dry_run"] is True
+    monkeypatch.setenv("RATCHET_HOUSEKEEPING", "delete")
+    assert runpy.run_path("dags/housekeeping.py")["dag"].params["dry_run"] is False
+    monkeypatch.setenv("RATCHET_HOUSEKEEPING", "yes")
+    with pytest.raises(ValueError, match="RATCHET_HOUSEKEEPING='yes' is neither"):
+        runpy.run_path("dags/housekeeping.py")
