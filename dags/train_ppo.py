@@ -8,7 +8,7 @@ from airflow.sdk import DAG, Param, TaskGroup
 
 from tasks import deployment, stages, training
 from tasks.assets import CANDIDATE
-from tasks.operators import EngineOperator, GoOnOperator
+from tasks.operators import EngineOperator, GoOnOperator, RegisterOperator
 from tasks.pipeline import FINETUNED, preset_names
 
 DOC = """
@@ -68,7 +68,7 @@ with DAG(
 ) as dag:
     begin = PythonOperator(task_id="begin", python_callable=training.begin)
     prepare = EngineOperator(task_id="prepare", spec=partial(training.job, build=stages.prepare_spec))
-    register = PythonOperator(
+    register = RegisterOperator(
         task_id="register", python_callable=training.register, outlets=[CANDIDATE],
         trigger_rule="none_failed_min_one_success")
     report = EngineOperator(task_id="report", spec=training.report_job, trigger_rule="none_failed_min_one_success")

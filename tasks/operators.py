@@ -1,4 +1,4 @@
-"""Airflow operators: one runs an engine job, one decides whether later tasks run, one asks a person or a policy."""
+"""Airflow operators: run an engine job, register its model, decide whether later tasks run, ask a person or a policy."""
 
 import contextlib
 import time
@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from airflow.providers.standard.operators.hitl import ApprovalOperator
+from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import BaseOperator, ResumableJobMixin, SkipMixin
 from airflow.sdk.definitions.context import Context
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
@@ -14,7 +15,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
 from engine.spec import RunResult, RunSpec
 from engine.spec.job import LOG_FILE
-from tasks import deployment, jobs, launchers
+from tasks import deployment, jobs, launchers, openlineage, runs, tracking
 from tasks.joblog import LogFollower, readable
 from tasks.stages import Decision
 
@@ -114,6 +115,13 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
         assert isinstance(result, RunResult), f"{self._directory}: done without a result"
         return result.model_dump()
 
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """What the job read and wrote; Airflow's OpenLineage provider asks, where it is installed."""
+        result = jobs.read_result(self._directory)
+        if result is None:
+            return None
+        return openlineage.lineage(openlineage.job_inputs(self._spec, result), openlineage.job_outputs(result))
+
     def on_kill(self) -> None:
         """End the engine's processes. Airflow goes on with `execute` afterwards and kills this process 5 s later."""
         self._killed = True
@@ -132,6 +140,21 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
         if state.signal is None and state.exit_code in NEVER_RETRIED:
             return AirflowFailException(f"{message} ({NEVER_RETRIED[state.exit_code]}: not retried)")
         return AirflowException(message)
+
+
+class RegisterOperator(PythonOperator):
+    """Run `training.register`, and say to OpenLineage which files the version is made of."""
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Returns: what the callable does."""
+        self._made = super().execute(context)
+        return self._made
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """The export in, the registered version out; Airflow's OpenLineage provider asks, where it is installed."""
+        made = runs.read_candidate(self._made["run_uri"])
+        version = openlineage.Place(tracking.version_uri(made.model, made.version), made.weights_hash)
+        return openlineage.lineage([openlineage.Place(made.export_uri, made.weights_hash)], [version])
 
 
 class GoOnOperator(BaseOperator, SkipMixin):

@@ -143,6 +143,11 @@ def run_url(tracking: TrackingSpec | None) -> str:
     return f"{_public_uri()}/#/experiments/{experiment_id}/runs/{tracking.run_id}"
 
 
+def version_uri(model: str, version: str) -> str:
+    """A name for a registered version that is its own on every server: `http://server/models/name/3`."""
+    return f"{_public_uri()}/models/{model}/{version}"
+
+
 def git_sha(checkout: Path = Path(__file__).parents[1]) -> str:
     """The commit of a checkout, with `-dirty` when tracked files differ; empty outside a repository."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]

@@ -39,8 +39,9 @@ class Team:
     def train(self, run_id, train, evaluation, base=None):
         """A registered version, trained on some files from the base model or another version."""
         source = {"kind": "reasoning_gym", "task": "chain_sum", "size": 8, "seed": 3}
-        prepare = {"max_prompt_tokens": 32, "train": {"sources": [source, *({"kind": "file", "uri": f} for f in train)]},
-                   "eval": {"sources": [{"kind": "file", "uri": f} for f in evaluation]}}
+        train_files, eval_files = ([{"kind": "file", "uri": file} for file in files] for files in (train, evaluation))
+        prepare = {"max_prompt_tokens": 32, "train": {"sources": [source, *train_files]},
+                   "eval": {"sources": eval_files or [source]}}
         plan = pipeline.parse_pipeline(preset(prepare=prepare, stages={"count": 1}, registry={"model": self.model}))
         parent = tracking.parent_run("lineage", f"{self.model}/{run_id}", name=run_id, lineage=tracking.Lineage(
             base_model=base.label if base else "/models/base"))
@@ -138,7 +139,8 @@ def test_which_models_saw_a_file_follows_what_they_were_trained_from(team):
     labels = [f"{team.model}/{number}" for number in (1, 2, 3, 4)]
     assert found["first"] == {labels[0]: "train", labels[2]: "eval", labels[1]: f"through {labels[0]}"}
     assert found["second"] == {labels[0]: "train", labels[1]: "train", labels[2]: f"through {labels[1]}"}
-    assert found["held"] == {labels[0]: "eval", labels[1]: "eval", labels[3]: "train", labels[2]: f"through {labels[1]}"}
+    assert found["held"] == {
+        labels[0]: "eval", labels[1]: "eval", labels[3]: "train", labels[2]: f"through {labels[1]}"}
     assert lineage.seen_by("0" * 64) == []
     chain = [step.label for step in lineage.ancestry(team.model, three.version)]
     assert chain == [labels[2], labels[1], labels[0], "/models/base"]
