@@ -1,4 +1,4 @@
-"""Airflow operators: run an engine job, register its model, decide whether later tasks run, ask a person or a policy."""
+"""Airflow operators: run an engine job, register its model, decide whether to go on, ask a person or a policy."""
 
 import contextlib
 import time
