@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from engine import __version__, store
+import engine
+from engine import store
 from engine.errors import FaultError, MissingError, RefusedError, SpecError
 from engine.spec import RunResult, hash_spec
 from engine.spec.base import Spec
@@ -152,7 +153,7 @@ def record(file: runs.RunFile, version: Version) -> LineageFile:
         model=version.model, version=version.version, export_uri=version.export_uri, weights_hash=version.weights_hash,
         dag_id=file.dag_id, run_id=file.run_id, preset=file.preset, run_uri=root,
         mlflow_run_id=file.tracking.run_id or "", mlflow_url=tracking.run_url(file.tracking),
-        code=Code(version=__version__, git_sha=tracking.git_sha(), source_sha256=tracking.source_hash()),
+        code=Code(version=engine.__version__, git_sha=tracking.git_sha(), source_sha256=tracking.source_hash()),
         pipeline_sha256=hash_spec(file.pipeline), base_model=file.base_model, base_version=file.base_version,
         prompts=_prompts(file.pipeline, stages.prompts_uri(root)),
         jobs={task: job for task in tasks if (job := _job(file, task))})
