@@ -170,6 +170,22 @@ def test_a_running_job_and_what_its_spec_names_are_kept(scene, deployment):
     assert {"jobs/other_dag/r", "runs/train_ppo/old/prompts"} <= set(scene.deletions())
 
 
+def test_a_version_that_was_decided_on_lately_keeps_its_run_however_old_the_files_are(scene):
+    roots = {name: scene.run(name) for name in ("unregistered", "rejected", "replaced", "champion")}
+    for root in roots.values():
+        for path in Path(root).rglob("*"):
+            os.utime(path, (time.time() - LATER,) * 2)
+    versions = {name: scene.version(roots[name]) for name in ("rejected", "replaced", "champion")}
+    registry.reject(versions["rejected"], DECISION)
+    first = scene.promote(versions["replaced"])
+    scene.promote(versions["champion"])
+    MlflowClient().delete_registered_model_alias(scene.model, registry.PREVIOUS)
+    # Long in production: its own promotion is as old as its files.
+    MlflowClient().set_model_version_tag(scene.model, first.version, "ratchet.decided_at", "2020-01-01T00:00:00+00:00")
+    assert {uri.split("/")[2] for uri in scene.deletions(later=0)} == {"unregistered"}
+    assert {uri.split("/")[2] for uri in scene.deletions()} == {"unregistered", "rejected", "replaced"}
+
+
 def test_a_version_that_spells_the_store_by_a_link_is_found(scene, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "store")
     root = scene.run("old")
