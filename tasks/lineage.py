@@ -162,6 +162,8 @@ def record(file: runs.RunFile, version: Version) -> LineageFile:
     tracking.log_text(file.tracking, text, f"{ARTIFACTS}/{LINEAGE_FILE}")
     tracking.set_tags(file.tracking, file_tags(found.prompts) | {
         "ratchet.data_hash": found.prompts.manifest_sha256, "ratchet.source_hash": found.code.source_sha256})
+    page = lineage_page.Chain(ancestry(version.model, version.version)).html()
+    tracking.log_text(file.tracking, page, f"{ARTIFACTS}/lineage.html")
     return found
 
 

@@ -18,6 +18,10 @@ USER = "ratchet"
 START_LIMIT_S = 60.0
 
 
+class Unavailable(RuntimeError):
+    """PostgreSQL's server cannot run here; says what to install."""
+
+
 def server_programs() -> Path | None:
     """The directory of `initdb` and `postgres`, newest version; None when they are not installed."""
     # Debian keeps them away from PATH, a directory a version.
@@ -112,15 +116,15 @@ class PostgreSQL:
 
 
 @contextlib.contextmanager
-def postgresql() -> Iterator[PostgreSQL]:
+def running() -> Iterator[PostgreSQL]:
     """A server, as long as the block runs.
 
     Raises:
-        LookupError: it cannot run here, and what to install.
+        Unavailable.
     """
     programs, as_user = server_programs(), unprivileged()
     if programs is None or as_user is None:
-        raise LookupError("PostgreSQL's server is not installed; Debian: apt-get install postgresql")
+        raise Unavailable("PostgreSQL's server is not installed; Debian: apt-get install postgresql")
     # Not pytest's directory: only root may enter that one.
     directory = Path(tempfile.mkdtemp(prefix="ratchet-postgresql-"))
     try:

@@ -4,23 +4,28 @@ import pytest
 
 from tasks import lineage, registry
 from tasks.stack import Databases
+from tests.pipeline import postgresql
 from tests.pipeline.airflow_stack import Airflow
 from tests.pipeline.conftest import write_engine
-from tests.pipeline.postgresql import postgresql
-
-pytestmark = pytest.mark.slow
 
 
+def test_where_it_cannot_run_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(postgresql, "server_programs", lambda: None)
+    with pytest.raises(postgresql.Unavailable, match="apt-get install postgresql"), postgresql.running():
+        pass
+
+
+@pytest.mark.slow
 def test_a_model_is_trained_reviewed_and_promoted_on_postgresql(tmp_path, monkeypatch):
     try:
-        with postgresql() as server:
+        with postgresql.running() as server:
             databases = Databases(server.make_database("airflow"), server.make_database("mlflow"))
             home = tmp_path / "home"
             home.mkdir()
             with Airflow(home, write_engine(tmp_path / "python"), databases) as airflow:
                 train_review_and_look(airflow, server, monkeypatch)
             assert not list(home.rglob("*.db")), "nothing is kept beside PostgreSQL"
-    except LookupError as reason:
+    except postgresql.Unavailable as reason:
         pytest.skip(str(reason))
 
 
@@ -45,7 +50,7 @@ def train_review_and_look(airflow, server, monkeypatch):
 
     with server.connect("airflow") as cursor:
         cursor.execute("SELECT dag_id, state FROM dag_run")
-        assert set(cursor.fetchall()) == {(dag, "success") for dag in ("train_ppo", "review_candidate", "housekeeping")}
+        assert set(cursor.fetchall()) >= {(dag, "success") for dag in ("train_ppo", "review_candidate", "housekeeping")}
     with server.connect("mlflow") as cursor:
         cursor.execute("SELECT alias, version FROM registered_model_aliases WHERE name = 'tiny'")
         assert cursor.fetchall() == [("champion", int(champion.version))]

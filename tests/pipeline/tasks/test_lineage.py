@@ -105,6 +105,7 @@ def test_from_a_champion_to_data_code_spec_checkpoints_and_metrics(team):
     tags = MlflowClient().get_run(version.run_id).data.tags
     assert tags[f"ratchet.file.{sha256(rows)}"] == f"train {rows}"
     assert tags["ratchet.data_hash"] == found.prompts.manifest_sha256
+    assert sha256(rows) in tracking.read_text(version.run_id, "lineage/lineage.html"), "the page is in MLflow too"
 
 
 def test_the_lineage_outlives_the_files_of_the_run(team):
