@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 SHORT = 12
 """Digits of a hash that the text shows."""
+HASH_DIGITS = 64
 METRICS_SHOWN = ("reward/mean", "mean_reward", "loss/mean")
 
 
@@ -135,7 +136,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return "<p>none</p>"
     cells = "".join(f"<th>{_text(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -145,7 +146,13 @@ def _facts(facts: dict[str, str]) -> str:
 
 
 def _linked(value: str) -> str:
-    return f'<a href="{_text(value)}">{_text(value)}</a>' if value.startswith(("http://", "https://")) else _text(value)
+    return f'<a href="{_text(value)}">{_text(value)}</a>' if value.startswith(("http://", "https://")) else _cell(value)
+
+
+def _cell(value: str) -> str:
+    if len(value) == HASH_DIGITS and " " not in value:
+        return f"<code>{_text(value)}</code>"
+    return f'<span class="long">{_text(value)}</span>' if "/" in value else _text(value)
 
 
 def _text(value: str) -> str:
@@ -173,6 +180,8 @@ dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 20px;mar
 dt{color:var(--muted)}dd{margin:0;overflow-wrap:anywhere}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--rule);text-align:left;vertical-align:top}
-th{color:var(--muted);font-size:12px;font-weight:600}td{overflow-wrap:anywhere;min-width:60px}
+th{color:var(--muted);font-size:12px;font-weight:600}td{white-space:nowrap}
+.long{white-space:normal;overflow-wrap:anywhere;display:inline-block;min-width:200px}
+code{font:12px/1.5 ui-monospace,"SF Mono",Menlo,"DejaVu Sans Mono",monospace}
 tr:last-child td{border-bottom:0}details{margin:4px 0}summary{cursor:pointer}
 """
