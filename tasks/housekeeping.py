@@ -23,7 +23,7 @@ from engine import store
 from engine.errors import StoreError
 from engine.spec.job import SPEC_FILE
 from tasks import deployment, jobs, launchers, registry_search
-from tasks.inventory import DOOMED, ActiveRuns, Inventory, Run
+from tasks.inventory import DOOMED, ActiveRuns, Inventory, Run, why_kept
 from tasks.jobs import safe_name
 from tasks.operators import airflow_errors
 from tasks.retention import Action, Guard, Item, Policy, plan
@@ -64,6 +64,7 @@ def carry_out(**context: Any) -> dict[str, Any]:
         if context["params"]["dry_run"]:
             raise AirflowSkipException(f"dry run: nothing was deleted; {where}/{REPORT_FILE} lists what would be")
         inventory = Inventory(ActiveRuns(context["ti"].get_dr_count))
+        take_back_marks()
         outcomes: list[Outcome] = []
         for outcome in delete(read_plan(store.join(where, PLAN_FILE)), inventory):
             outcomes.append(outcome)
@@ -104,6 +105,13 @@ def delete(actions: Iterable[Action], inventory: Inventory) -> Iterator[Outcome]
         if kept is not None and item.version:
             registry_search.mark_deleted(item.version, "")
         yield Outcome(item, kept is None, action.reason if kept is None else f"kept after all: {kept}")
+
+
+def take_back_marks() -> None:
+    """Remove the mark of versions that a killed deletion marked but did not delete, and that are in use since."""
+    for version in registry_search.every_version():
+        if registry_search.EXPORT_DELETED in version.tags and why_kept(version) and store.exists(version.export_uri):
+            registry_search.mark_deleted(version.label, "")
 
 
 def remove(item: Item) -> bool:

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from engine import store
 from engine.errors import FaultError
 from tasks import deployment as place
-from tasks import housekeeping, jobs, registry, tracking
+from tasks import housekeeping, jobs, registry, registry_search, tracking
 from tasks.inventory import ActiveRuns, Inventory
 from tasks.launchers import local
 from tasks.registry import CandidateFiles, Decision
@@ -305,6 +305,23 @@ def test_killed_anywhere_a_deletion_leaves_no_half_and_the_next_one_completes_it
         if not died:
             break
     assert kills > 8 and all(end == ["runs/train_ppo/old/run.json"] for end in ends)
+
+
+def test_the_mark_of_a_killed_deletion_goes_when_the_version_is_in_use_again(scene, monkeypatch):
+    versions = [scene.version(scene.run(name, parts=("export",))) for name in ("used", "unused")]
+    for version in versions:
+        registry.reject(version, DECISION)
+    given_ = context(scene, dry_run=False)
+    housekeeping.look(**given_)
+    with monkeypatch.context() as fragile, pytest.raises(_Killed):
+        fragile.setattr(housekeeping, "remove", lambda item: (_ for _ in ()).throw(_Killed()))
+        housekeeping.carry_out(**given_)
+    registry_search.mark_deleted(versions[0].label, "now")  # whichever of them was first
+    MlflowClient().set_registered_model_alias(scene.model, "champion", versions[0].version)
+    done = housekeeping.carry_out(**given_)
+    used, unused = (registry.read(scene.model, version.version) for version in versions)
+    assert done["deleted"] == 1 and store.exists(used.export_uri) and not store.exists(unused.export_uri)
+    assert EXPORT_DELETED not in used.tags and EXPORT_DELETED in unused.tags
 
 
 def test_what_a_run_cost_is_known_after_its_jobs_were_deleted(scene):
