@@ -15,7 +15,8 @@ R response tokens, V vocabulary. A batch is a TensorDict of batch size [B] with
     pair_ids          [B]    int64   preference pairs only: rows 2n (chosen) and 2n + 1 (rejected) are the n-th pair
 
 and, as roles and algorithms add them, `old_logprobs`, `ref_logprobs`, `values`, `token_rewards`, `advantages`,
-`returns`, all [B, R] float32 with slot r for the r-th response token, and `scores` [B] float32.
+`returns`, `full_kl`, all [B, R] float32 with slot r for the r-th response token, `ref_states` [B, R, hidden] (the
+reference's, for the full KL), and `scores` [B] float32.
 
 Masks come from lengths, never from token values: the padding token of many models is also their end token.
 """
@@ -105,7 +106,7 @@ def trim(batch: TensorDict) -> TensorDict:
 def _trim_field(name: str, value: Tensor, width: int, depth: int, old_depth: int) -> Tensor:
     if name == "input_ids":
         return value[:, :width]
-    return value[:, :depth] if value.ndim == 2 and value.shape[1] == old_depth else value
+    return value[:, :depth] if value.ndim >= 2 and value.shape[1] == old_depth else value
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:

@@ -102,10 +102,13 @@ class Pipeline(Spec):
         for section, rows in needed.items():
             if self.prepare.get(rows) is None:
                 raise ValueError(f"prepare.{rows}: is missing, but section {section} trains on it")
-        trained = [name for name, spec in (("train", self.train_numbers), ("evaluate", self.evaluate_numbers))
-                   for reward in spec.rewards if isinstance(reward, RewardModelReward) and reward.model == TRAINED]
+        train = self.train_numbers
+        scored = {"train.rewards": train.rewards, "evaluate.rewards": self.evaluate_numbers.rewards,
+                  "train.algorithm.costs": getattr(train.algorithm, "costs", [])}
+        trained = [name for name, rewards in scored.items() for reward in rewards
+                   if isinstance(reward, RewardModelReward) and reward.model == TRAINED]
         if trained and self.reward_model is None:
-            raise ValueError(f"reward_model: is missing, but {trained[0]}.rewards has the model {TRAINED!r}")
+            raise ValueError(f"reward_model: is missing, but {trained[0]} has the model {TRAINED!r}")
         return self
 
     @property

@@ -120,11 +120,16 @@ def comparison_spec(run: Run, models: Mapping[str, str], *, prompts: str) -> Eva
 
 
 def with_trained_reward(section: dict[str, Any], root: str) -> dict[str, Any]:
-    """A section whose rewards name the reward model that the run trains by where it is."""
+    """A section whose rewards (and costs) name the reward model that the run trains by where it is."""
     own = {"kind": "reward_model", "model": TRAINED}
-    rewards = [{**reward, "model": export_uri(root, "reward_model")} if own.items() <= reward.items() else reward
-               for reward in section["rewards"]]
-    return {**section, "rewards": rewards}
+
+    def placed(rewards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**reward, "model": export_uri(root, "reward_model")} if own.items() <= reward.items() else reward
+                for reward in rewards]
+
+    section = {**section, "rewards": placed(section["rewards"])}
+    algorithm = section.get("algorithm", {})
+    return section | ({"algorithm": {**algorithm, "costs": placed(algorithm["costs"])}} if "costs" in algorithm else {})
 
 
 def report_spec(run: Run, jobs: Mapping[str, str], facts: Mapping[str, str]) -> ReportSpec:

@@ -71,7 +71,7 @@ class Builder:
             spec=spec, clock=clock, comm=DataParallelComm(self.world.groups.dp),
             cursor=PromptCursor(prompts, spec.seed), dp_rank=self.world.dp_rank, rollout=rollout,
             actor=Actor(actor, ActorObjective(algorithm, spec.rollout.max_response_tokens), spec.rollout.temperature,
-                        spec.epochs),
+                        spec.epochs, reference and reference.policy),
             reference=reference, critic=self._critic(models, "critic"), cost_critic=self._critic(models, "cost_critic"),
             reward=Scoring(reward, rollout), cost=cost and Scoring(cost, rollout))
         return Assembly(roles, models, self.pools)
@@ -86,7 +86,8 @@ class Builder:
         network = load_network(
             self.model_dir, self.world, "logprobs", sequence_parallel=self.spec.sequence_parallel)
         network.requires_grad_(False)
-        return Reference(Model(self.world, network, self.spec.microbatch_tokens), self.spec.rollout.temperature)
+        return Reference(Model(self.world, network, self.spec.microbatch_tokens), self.spec.rollout.temperature,
+                         whole=self.spec.algorithm.needs_full_kl)
 
     def _critic(self, models: dict[str, TrainedModel], name: str) -> Critic | None:
         if name not in models:

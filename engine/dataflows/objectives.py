@@ -23,7 +23,7 @@ from engine.algorithms.losses import (
     token_weights,
     value_loss,
 )
-from engine.algorithms.masking import masked_sum
+from engine.algorithms.masking import masked_sum, zero_masked
 from engine.batch import response_mask
 from engine.spec.algorithm import ActorCritic, PolicyAlgorithm
 
@@ -47,20 +47,21 @@ class ActorObjective:
         return loss_denominator(trained_mask(batch), self.algorithm.aggregation, self.max_response_tokens)
 
     def loss(
-        self, batch: TensorDict, logprobs: Tensor, entropies: Tensor | None, denominator: Tensor | float
+        self, batch: TensorDict, outputs: dict[str, Tensor], denominator: Tensor | float
     ) -> tuple[Tensor, Sums]:
         """The loss of one microbatch.
 
         Args:
-            batch: rows with old_logprobs and advantages; ref_logprobs when the KL is a loss; importance_weights and
-                loss_mask when the dataflow set them.
-            logprobs: [B, R] of the policy being trained, with gradient.
-            entropies: [B, R] nats; needed, with gradient, when entropy_coefficient is above 0; None: not reported.
+            batch: rows with old_logprobs and advantages; ref_logprobs when an estimated KL is a loss;
+                importance_weights and loss_mask when the dataflow set them.
+            outputs: of the policy being trained, with gradient, each [B, R]: `logprobs`; `entropy` in nats, needed when
+                entropy_coefficient is above 0, else only reported; `full_kl`, needed when it is a loss.
             denominator: of the whole minibatch: `denominator` added over its microbatches and ranks.
         Returns:
             (scalar with gradient, sums to add up for `metrics`).
         """
         algorithm, mask = self.algorithm, trained_mask(batch)
+        logprobs, entropies = outputs["logprobs"], outputs.get("entropy")
         plain = token_weights(mask, algorithm.aggregation, denominator)
         weights = plain * batch["importance_weights"] if "importance_weights" in batch.keys() else plain
         loss, sums = self._policy_loss(logprobs, Sampled(batch["old_logprobs"], batch["advantages"], mask, weights))
@@ -69,10 +70,10 @@ class ActorObjective:
         if entropies is not None:
             bonus, entropy_sums = entropy_bonus(entropies, mask, plain)
             loss, sums = loss - algorithm.entropy_coefficient * bonus, sums | entropy_sums
-        kl = algorithm.kl
-        if kl.kind == "fixed" and kl.place == "loss" and kl.coefficient > 0:
-            terms = kl_loss(logprobs, batch["ref_logprobs"], batch["old_logprobs"], mask, kl.estimator)
-            loss = loss + kl.coefficient * (weights * terms).sum()
+        if algorithm.kl_in_loss:
+            terms = zero_masked(outputs["full_kl"], mask) if algorithm.needs_full_kl else kl_loss(
+                logprobs, batch["ref_logprobs"], batch["old_logprobs"], mask, algorithm.kl.estimator)
+            loss = loss + algorithm.kl.coefficient * (weights * terms).sum()
             sums["kl_loss"] = masked_sum(terms.detach(), mask)
         return loss, sums | {"loss": loss.detach()}
 

@@ -30,7 +30,10 @@ class RolloutRole(Protocol):
 
 
 class PolicyRole(Protocol):
-    """The actor (writes old_logprobs) or the reference (writes ref_logprobs)."""
+    """The actor (writes old_logprobs, and full_kl when it is wanted) or the reference (writes what both are read from).
+
+    The reference comes first: ref_logprobs, or for the full KL ref_states.
+    """
 
     def logprobs(self, batch: TensorDict) -> TensorDict:
         """The batch with its logprobs."""

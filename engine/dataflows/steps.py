@@ -22,9 +22,10 @@ from engine.spec.algorithm import PolicyAlgorithm
 
 
 def policy_logprobs(roles: Roles, batch: TensorDict) -> TensorDict:
-    """Add old_logprobs and, when a KL is wanted, ref_logprobs."""
-    batch = roles.actor.logprobs(batch)
-    return batch if roles.reference is None else roles.reference.logprobs(batch)
+    """Add old_logprobs and, when a KL is wanted, ref_logprobs or full_kl; the reference first, which full_kl reads."""
+    if roles.reference is not None:
+        batch = roles.reference.logprobs(batch)
+    return roles.actor.logprobs(batch)
 
 
 def leave_out(batch: TensorDict, rows: Tensor) -> None:
@@ -83,7 +84,8 @@ def add_token_rewards(comm: Comm, batch: TensorDict, scores: Tensor, algorithm: 
     if not algorithm.needs_reference:
         return {}
     kl, coefficient = algorithm.kl, state.kl_coefficient
-    estimates = estimate_kl(batch["old_logprobs"], batch["ref_logprobs"], mask, kl.estimator)
+    estimates = batch["full_kl"] if algorithm.needs_full_kl else estimate_kl(
+        batch["old_logprobs"], batch["ref_logprobs"], mask, kl.estimator)
     if kl.kind == "adaptive" or kl.place == "reward":
         batch["token_rewards"] = penalise_rewards(batch["token_rewards"], estimates, coefficient)
     total, tokens, rows = comm.sum(torch.stack(
@@ -110,7 +112,7 @@ def gather_by_sample(comm: Comm, ids: Tensor, *columns: Tensor) -> tuple[Tensor,
     return everyone, [comm.gather(column)[order] for column in columns], torch.searchsorted(everyone, ids)
 
 
-_SOURCES = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "cost_values")
+_SOURCES = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "full_kl", "values", "cost_values")
 _DERIVED = ("token_rewards", "advantages", "returns", "cost_returns")
 
 

@@ -11,6 +11,9 @@ from pydantic import Field, model_validator
 from engine.spec.base import Count, Spec
 from engine.spec.reward import Reward
 
+Estimator = Literal["k1", "k2", "k3", "full"]
+"""Schulman's estimators from the sampled tokens (joschu.net/blog/kl-approx.html), or the KL of whole distributions."""
+
 
 class FixedKL(Spec):
     """KL to the reference with a constant coefficient."""
@@ -20,8 +23,7 @@ class FixedKL(Spec):
     """Weight of the KL term; 0 turns it off."""
     place: Literal["reward", "loss"] = "reward"
     """Subtracted from each token's reward, or added to the loss."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+    estimator: Estimator = "k1"
 
 
 class AdaptiveKL(Spec):
@@ -33,7 +35,7 @@ class AdaptiveKL(Spec):
     """KL per sequence, in nats."""
     horizon: Count = 10_000
     """Samples over which the coefficient changes by one clipped error."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: Estimator = "k1"
 
 
 KL = Annotated[FixedKL | AdaptiveKL, Field(discriminator="kind")]
@@ -137,6 +139,16 @@ class PolicyAlgorithm(Spec):
     def needs_reference(self) -> bool:
         """Whether the frozen reference is read."""
         return self.kl.kind == "adaptive" or self.kl.coefficient > 0
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the reference is read as whole distributions."""
+        return self.needs_reference and self.kl.estimator == "full"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL is a term of the loss."""
+        return self.kl.kind == "fixed" and self.kl.place == "loss" and self.kl.coefficient > 0
 
     @property
     def clip_high(self) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tensordict import TensorDict
 
-from engine.backends.megatron.heads import LogprobHead
+from engine.backends.megatron.heads import FrozenPolicy, LogprobHead
 from engine.backends.megatron.trainer import TrainedModel
 from engine.dataflows.objectives import ActorObjective
 from engine.workers.minibatches import Metrics, Update
@@ -19,10 +19,15 @@ class Actor:
     temperature: float
     """Of the rollout: the policy is the distribution that was sampled from."""
     epochs: int = 1
+    reference: FrozenPolicy | None = None
+    """What the full KL is to; None: none is wanted."""
 
     def logprobs(self, batch: TensorDict) -> TensorDict:
-        """The batch with `old_logprobs` [B, R]."""
-        batch["old_logprobs"] = self.model.forward(batch, LogprobHead(self.temperature))["logprobs"]
+        """The batch with `old_logprobs` and, with a reference, `full_kl`, both [B, R]."""
+        outputs = self.model.forward(batch, LogprobHead(self.temperature, reference=self.reference))
+        batch["old_logprobs"] = outputs["logprobs"]
+        if self.reference is not None:
+            batch["full_kl"] = outputs["full_kl"]
         return batch
 
     def update(self, batch: TensorDict) -> Metrics:
@@ -31,7 +36,8 @@ class Actor:
         Raises:
             NumericsError: three optimizer steps in a row were not finite.
         """
-        head = LogprobHead(self.temperature, with_entropy=True)
+        reference = self.reference if self.objective.algorithm.kl_in_loss else None
+        head = LogprobHead(self.temperature, with_entropy=True, reference=reference)
         update = Update("actor", self.objective, head, self._loss, self.epochs)
         return update.run(self.model, batch)
 
@@ -40,4 +46,5 @@ class Actor:
         if not self.objective.algorithm.entropy_coefficient:
             # Only reported: its gradient, zero times something, would cost a pass over the logits.
             entropies = entropies.detach()
-        return self.objective.loss(microbatch, outputs["logprobs"], entropies, denominator)
+        outputs["entropy"] = entropies
+        return self.objective.loss(microbatch, outputs, denominator)

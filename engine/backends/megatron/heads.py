@@ -6,20 +6,29 @@ hidden state one position before. A score of the whole sequence is read where it
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engine.backends.megatron.full_kl import NextTokens, full_kl
 from engine.backends.megatron.logprobs import token_logprobs
 from engine.backends.megatron.model import CausalLM
 from engine.batch import response_mask, total_lengths
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 Outputs = dict[str, Tensor]
-"""Named [b, R] float32 tensors; 0 in slots beyond a response's end."""
+"""Named [b, R] or [b, R, n] tensors; 0 in slots beyond a response's end."""
 OutputFn = Callable[[CausalLM, Tensor, TensorDict], Outputs]
 """(model, hidden [T / sp, s, hidden], the microbatch's rows) -> outputs, on the last stage."""
+
+
+class FrozenPolicy(NamedTuple):
+    """A policy to compare with, whose states the batch has as `ref_states` [b, R, hidden]."""
+
+    network: CausalLM
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,8 @@ class LogprobHead:
     with_entropy: bool = False
     with_greedy: bool = False
     """Also `greedy`: 1 where the token is the likeliest one."""
+    reference: FrozenPolicy | None = None
+    """Also `full_kl` to it: between whole distributions, in nats."""
 
     def __call__(self, model: CausalLM, hidden: Tensor, batch: TensorDict) -> Outputs:
         """Apply to one microbatch."""
@@ -46,7 +57,19 @@ class LogprobHead:
             outputs["entropy"] = _into_slots(found.entropies, rows, slots, batch)
         if self.with_greedy:
             outputs["greedy"] = _into_slots((found.logprobs >= found.highest).float(), rows, slots, batch)
+        if self.reference is not None:
+            network, temperature = self.reference
+            kl = full_kl(NextTokens(states, model.vocab_shard(), self.temperature),
+                         NextTokens(batch["ref_states"][rows, slots], network.vocab_shard(), temperature))
+            outputs["full_kl"] = _into_slots(kl, rows, slots, batch)
         return outputs
+
+
+def state_head(model: CausalLM, hidden: Tensor, batch: TensorDict) -> Outputs:
+    """`states` [b, R, hidden] that the response tokens are chosen in."""
+    rows, slots = response_mask(batch).nonzero(as_tuple=True)
+    return {"states": _into_slots(_states(model, hidden, batch, (rows, batch["prompt_lengths"][rows] + slots - 1)),
+                                  rows, slots, batch)}
 
 
 def value_head(model: CausalLM, hidden: Tensor, batch: TensorDict) -> Outputs:
@@ -77,5 +100,5 @@ def _states(model: CausalLM, hidden: Tensor, batch: TensorDict, at: tuple[Tensor
 
 
 def _into_slots(values: Tensor, rows: Tensor, slots: Tensor, batch: TensorDict) -> Tensor:
-    shape = batch["rollout_logprobs"].shape
+    shape = (*batch["rollout_logprobs"].shape, *values.shape[1:])
     return torch.zeros(shape, dtype=values.dtype, device=values.device).index_put((rows, slots), values)

@@ -74,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
         largest = torch.full((rows,), -torch.inf, dtype=torch.float32, device=hidden.device)
         # Rows of `sums`: sum of exp(z - max), the target's z, sum of z exp(z - max).
         sums = torch.zeros(3, rows, dtype=torch.float32, device=hidden.device)
-        for part in _chunks(rows, vocab):
+        for part in vocab_chunks(rows, vocab):
             z = torch.mm(hidden[part], weight.t(), out=logits[part] if options.keep_logits else None).float()
             if options.scale != 1.0:
                 z = z * options.scale
@@ -99,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, local, mine, lse, entropy = ctx.saved_tensors
         gradient = ctx.logits
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        for part in _chunks(*gradient.shape):
+        for part in vocab_chunks(*gradient.shape):
             g, raw = grad_logprobs[part, None], gradient[part]
             log_p = (raw.float() * ctx.scale if ctx.scale != 1.0 else raw.float()).sub_(lse[part, None])
             if grad_entropy is not None:
@@ -121,7 +121,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _chunks(rows: int, vocab: int) -> list[slice]:
+def vocab_chunks(rows: int, vocab: int) -> list[slice]:
+    """Rows whose logits are worked on at once."""
     if not vocab:
         return []
     step = max(1, CHUNK_ELEMENTS // vocab)

@@ -69,14 +69,15 @@ class Model:
         return dict(self.network.named_parameters())
 
     @torch.no_grad()
-    def forward(self, batch: TensorDict, output_fn: OutputFn) -> Outputs:
+    def forward(self, batch: TensorDict, output_fn: OutputFn, *, everywhere: bool = True) -> Outputs:
         """Compute per-token outputs of the replica's rows.
 
         Args:
             batch: the rows of this replica, the same on all its ranks.
             output_fn: applied to each microbatch's hidden states on the last stage.
+            everywhere: False leaves the outputs on the ranks of the last stage; others get none.
         Returns:
-            Named [B, R] float32 tensors in the order of the batch's rows, on its device, on every rank of the replica.
+            Named [B, R] float32 tensors ([B, R, n] unless everywhere) in the order of the batch's rows, on its device.
         """
         divided = divide(batch, self.token_budget)
         pieces = self._run(batch, divided, output_fn)
@@ -84,10 +85,13 @@ class Model:
         for sequences, piece in zip(divided, pieces, strict=False):
             rows = [row for sequence in sequences for row in sequence]
             for name, value in piece.items():
-                whole = outputs.setdefault(name, value.new_zeros(batch["rollout_logprobs"].shape))
+                whole = outputs.setdefault(
+                    name, value.new_zeros(*batch["rollout_logprobs"].shape, *value.shape[2:]))
                 whole[rows, : value.shape[1]] = value
         device = batch["input_ids"].device
-        return {name: value.to(device) for name, value in self._from_last_stage(outputs, batch).items()}
+        if everywhere:
+            outputs = self._from_last_stage(outputs, batch)
+        return {name: value.to(device) for name, value in outputs.items()}
 
     def _from_last_stage(self, outputs: Outputs, batch: TensorDict) -> Outputs:
         if self.world.layout.pp == 1:

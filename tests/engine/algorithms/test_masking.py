@@ -2,7 +2,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from engine.algorithms.advantages import token_rewards
 from engine.algorithms.masking import check_shapes, moment_sums, nonfinite_rows, row_means, whiten
+from engine.batch import Sample, make_batch, response_mask
 from tests.engine.algorithms import slow
 from tests.engine.algorithms.inputs import close, examples, masks, noise, poison, scales, seeds
 
@@ -40,6 +42,15 @@ def test_whitening_equal_values_gives_zero_at_any_magnitude(value):
     mask = torch.ones(3, 7, dtype=torch.bool)
     values = torch.full((3, 7), value, dtype=torch.float64)
     assert whiten(values, mask, moment_sums(values, mask)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("end", [0, 9])
+def test_an_end_token_that_is_also_the_padding_token_counts_as_sampled(end):
+    """TRL#6357: rows are padded with 0, and with 0 as the end token the mask and the reward's place are the same."""
+    samples = [Sample(0, [end, 5], [7, end, end], [-1.0] * 3, False), Sample(1, [5], [end], [-1.0], False)]
+    mask = response_mask(make_batch(samples, 0))
+    assert mask.tolist() == [[True, True, True], [True, False, False]]
+    assert token_rewards(torch.tensor([2.0, 3.0]), mask).tolist() == [[0, 0, 2], [3, 0, 0]]
 
 
 def test_a_row_without_tokens_has_mean_zero():

@@ -1,4 +1,4 @@
-"""The fused head against log_softmax and autograd."""
+"""The fused heads against log_softmax and autograd."""
 
 import pytest
 import torch
@@ -72,3 +72,55 @@ def extreme():
 
 def test_huge_logits_stay_finite():
     shared_ranks(1).run(extreme)
+
+
+def compare_full_kl(chunk, starts):
+    """On every rank: the KL of two models' next tokens, and its gradient in one of them."""
+    from engine.algorithms.kl import full_kl as slow_kl
+    from engine.backends.megatron import logprobs
+    from engine.backends.megatron.full_kl import NextTokens, full_kl
+    from engine.backends.megatron.parallel import start_world
+    from engine.layout import ParallelLayout
+
+    world = start_world(ParallelLayout(tp=len(starts) - 1))
+    logprobs.CHUNK_ELEMENTS = chunk
+    generator = torch.Generator().manual_seed(0)
+    hidden, ref_hidden = (torch.randn(9, size, generator=generator) for size in (6, 5))
+    weight, ref_weight = (torch.randn(starts[-1], size, generator=generator) for size in (6, 5))
+    hidden.requires_grad_()
+    up = torch.randn(9, generator=generator)
+    mine = slice(starts[world.rank], starts[world.rank + 1])
+    own = weight[mine].clone().requires_grad_()
+    kl = full_kl(NextTokens(hidden, logprobs.VocabShard(own, mine.start, world.groups.tp), 0.6),
+                 NextTokens(ref_hidden, logprobs.VocabShard(ref_weight[mine], mine.start, world.groups.tp), 0.9))
+    (kl * up).sum().backward()
+    dist.all_reduce(hidden.grad, group=world.groups.tp)
+
+    x, w = hidden.detach().double().requires_grad_(), weight.double().requires_grad_()
+    expected = slow_kl((x @ w.t() / 0.6).log_softmax(-1)[None], (ref_hidden @ ref_weight.t() / 0.9).double()
+                       .log_softmax(-1)[None], torch.ones(1, 9, dtype=torch.bool))[0]
+    (expected * up).sum().backward()
+    assert expected.min() > 0.1
+    for found, wanted in ((kl, expected), (hidden.grad, x.grad), (own.grad, w.grad[mine])):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 24])
+@pytest.mark.parametrize("starts", [[0, 23], [0, 12, 23], [0, 23, 23]], ids=str)
+def test_the_full_kl_and_its_gradient_equal_autograd_of_the_definition(chunk, starts):
+    shared_ranks(len(starts) - 1).run(compare_full_kl, chunk, starts)
+
+
+def same_extreme():
+    from engine.backends.megatron.full_kl import NextTokens, full_kl
+    from engine.backends.megatron.logprobs import VocabShard
+
+    shard = VocabShard(torch.tensor([[1e4], [-1e4], [0.0]]), 0, dist.group.WORLD)
+    hidden = torch.ones(3, 1, requires_grad=True)
+    kl = full_kl(NextTokens(hidden, shard, 1.0), NextTokens(torch.ones(3, 1), shard, 1.0))
+    kl.sum().backward()
+    assert kl.tolist() == [0.0] * 3 and hidden.grad.tolist() == [[0.0]] * 3
+
+
+def test_the_full_kl_to_itself_is_zero_with_huge_logits():
+    shared_ranks(1).run(same_extreme)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from engine.algorithms.masking import zero_masked
 from engine.batch import make_batch, response_mask
 from engine.dataflows.objectives import ActorObjective, CriticObjective, trained_mask
 from engine.dataflows.steps import leave_out
@@ -9,10 +10,12 @@ from tests.engine.algorithms.inputs import noise, poison
 from tests.engine.dataflows.tiny_roles import LIMIT, Sample
 
 KL_LOSS = FixedKL(coefficient=0.3, place="loss", estimator="k3")
+FULL_KL = FixedKL(coefficient=0.3, place="loss", estimator="full")
 ALGORITHMS = {
     "ppo": PPO(entropy_coefficient=0.1, dual_clip=2.0),
     "grpo": GRPO(kl=KL_LOSS, entropy_coefficient=0.1),
     "dr_grpo": GRPO(scale_by_std=False, aggregation="constant", kl=KL_LOSS),
+    "full_kl": GRPO(kl=FULL_KL),
     "dapo": DAPO(), "gspo": GSPO(), "cispo": CISPO(kl=KL_LOSS), "reinforce": PPO(loss="reinforce"),
 }
 LENGTHS = (1, 3, 2, 3, 1)
@@ -39,7 +42,10 @@ def run(objective, fields, parts):
     denominator = sum(objective.denominator(batch[rows]) for rows in parts)
     total, totals = 0.0, {}
     for rows in parts:
-        loss, sums = objective.loss(batch[rows], logprobs[rows], entropies[rows], denominator)
+        mask = response_mask(batch[rows])
+        full_kl = torch.where(mask, zero_masked(logprobs[rows], mask).square(), torch.nan)
+        outputs = {"logprobs": logprobs[rows], "entropy": entropies[rows], "full_kl": full_kl}
+        loss, sums = objective.loss(batch[rows], outputs, denominator)
         loss.backward()
         total += loss.item()
         totals = {name: totals.get(name, 0) + value.item() for name, value in sums.items()}
@@ -83,14 +89,15 @@ def test_importance_weights_scale_the_policy_gradient_and_not_the_entropy():
     torch.testing.assert_close(once[2], -0.1 * mask / mask.sum())
 
 
-def test_the_kl_that_is_logged_is_the_kl_that_is_trained():
-    """TRL#1161: same estimator in both, and k3 is never negative."""
+@pytest.mark.parametrize("kl", [KL_LOSS, FULL_KL], ids=lambda kl: kl.estimator)
+def test_the_kl_that_is_logged_is_the_kl_that_is_trained(kl):
+    """TRL#1161: same estimator in both, and neither is ever negative."""
     coefficient = 0.3
     rows = [torch.arange(len(LENGTHS))]
     fields = make_fields(rows_left_out=())
     fields[0]["importance_weights"] = torch.ones_like(fields[1])
     plain = run(ActorObjective(GRPO(aggregation="token"), LIMIT), fields, rows)
-    with_kl = run(ActorObjective(GRPO(aggregation="token", kl=KL_LOSS), LIMIT), fields, rows)
+    with_kl = run(ActorObjective(GRPO(aggregation="token", kl=kl), LIMIT), fields, rows)
     logged = with_kl[3]["actor/kl_loss"]
     assert logged > 0
     assert with_kl[0] - plain[0] == pytest.approx(coefficient * logged, rel=1e-5)
@@ -99,8 +106,8 @@ def test_the_kl_that_is_logged_is_the_kl_that_is_trained():
 def test_entropies_are_asked_for_when_the_spec_wants_a_bonus():
     batch, logprobs, _ = make_fields()
     with pytest.raises(ValueError, match=r"entropy_coefficient 0\.1"):
-        ActorObjective(PPO(entropy_coefficient=0.1), LIMIT).loss(batch, logprobs, None, 1.0)
-    assert ActorObjective(PPO(), LIMIT).loss(batch, logprobs, None, 1.0)[0].isfinite()
+        ActorObjective(PPO(entropy_coefficient=0.1), LIMIT).loss(batch, {"logprobs": logprobs}, 1.0)
+    assert ActorObjective(PPO(), LIMIT).loss(batch, {"logprobs": logprobs}, 1.0)[0].isfinite()
 
 
 def test_the_critic_is_trained_on_all_tokens_and_split_does_not_matter():

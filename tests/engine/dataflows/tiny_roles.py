@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.algorithms.kl import full_kl
 from engine.batch import Sample, concat, make_batch, response_mask, response_positions
 from engine.dataflows.objectives import ActorObjective, CriticObjective
 
@@ -32,12 +33,18 @@ class Table(torch.nn.Module):
 
 
 def logprobs_of(model, batch):
-    """([B, R] logprobs of the sampled words, [B, R] entropies); NaN in masked slots, which nothing may read."""
+    """Logprobs of the sampled words and entropies, each [B, R]; NaN in masked slots, which nothing may read.
+
+    Also the full KL where the reference has left its distributions (its states are their logprobs).
+    """
     log_p = model(batch).log_softmax(-1)
     words = batch["input_ids"].gather(1, response_positions(batch)).clamp(max=WORDS - 1)
     mask, nan = response_mask(batch), torch.full(words.shape, float("nan"))
-    return (torch.where(mask, log_p.gather(-1, words[..., None])[..., 0], nan),
-            torch.where(mask, -(log_p.exp() * log_p).sum(-1), nan))
+    found = {"logprobs": torch.where(mask, log_p.gather(-1, words[..., None])[..., 0], nan),
+             "entropy": torch.where(mask, -(log_p.exp() * log_p).sum(-1), nan)}
+    if "ref_states" in batch.keys():
+        found["full_kl"] = full_kl(log_p, batch["ref_states"], mask)
+    return found
 
 
 @dataclass
@@ -99,20 +106,27 @@ class Trained:
 class Actor(Trained):
     @torch.no_grad()
     def logprobs(self, batch):
-        batch["old_logprobs"] = logprobs_of(self.model, batch)[0]
+        found = logprobs_of(self.model, batch)
+        batch["old_logprobs"] = found["logprobs"]
+        if "full_kl" in found:
+            batch["full_kl"] = found["full_kl"]
         return batch
 
     def loss(self, rows, denominator):
-        return self.objective.loss(rows, *logprobs_of(self.model, rows), denominator)
+        return self.objective.loss(rows, logprobs_of(self.model, rows), denominator)
 
 
 @dataclass
 class Reference:
     model: Table
+    whole: bool = False
 
     @torch.no_grad()
     def logprobs(self, batch):
-        batch["ref_logprobs"] = logprobs_of(self.model, batch)[0]
+        if self.whole:
+            batch["ref_states"] = self.model(batch).log_softmax(-1)
+        else:
+            batch["ref_logprobs"] = logprobs_of(self.model, batch)["logprobs"]
         return batch
 
 
@@ -180,7 +194,7 @@ def make_roles(algorithm, rule, *, cost=None, gap=0.0, steps=1):
     return TinyRoles(
         rollout=Rollout(policy, algorithm.samples_per_prompt, gap),
         actor=Actor(policy, ActorObjective(algorithm, LIMIT), steps=steps),
-        reference=Reference(copy.deepcopy(policy)) if algorithm.needs_reference else None,
+        reference=Reference(copy.deepcopy(policy), algorithm.needs_full_kl) if algorithm.needs_reference else None,
         critic=make_critic(1), reward=Reward(rule),
         cost=cost and Reward(cost), cost_critic=make_critic(2) if cost else None)
 

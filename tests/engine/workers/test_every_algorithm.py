@@ -35,6 +35,8 @@ ALGORITHMS = {
     "ppo": PPO(**GROUP, kl=AdaptiveKL()),
     "safe_rlhf": SafeRLHF(**GROUP, costs=[LengthReward()], cost_limit=0.2),
     "grpo": GRPO(**GROUP, kl=FixedKL(coefficient=0.1, place="loss", estimator="k3")),
+    "full_kl_loss": GRPO(**GROUP, kl=FixedKL(coefficient=0.1, place="loss", estimator="full")),
+    "full_kl_reward": PPO(**GROUP, kl=FixedKL(coefficient=0.1, estimator="full")),
     "dr_grpo": GRPO(**GROUP, scale_by_std=False, aggregation="constant"),
     "dapo": DAPO(**GROUP, dynamic_sampling=DynamicSampling(max_rounds=1)),
     "gspo": GSPO(**GROUP), "cispo": CISPO(**GROUP), "rloo": RLOO(**GROUP), "opo": OPO(**GROUP),
@@ -102,11 +104,13 @@ def iterate_all(model_dir, layout, budget):
     for name, algorithm in ALGORITHMS.items():
         actor = trained("logprobs")
         safe = isinstance(algorithm, SafeRLHF)
+        reference = Reference(Model(world, load_network(model_dir, world, "logprobs"), budget), temperature=0.7,
+                              whole=algorithm.needs_full_kl) if algorithm.needs_reference else None
         roles = SimpleNamespace(
             rollout=SimpleNamespace(generate=lambda prompts, greedy=False: mine(make_batch(samples(greedy), 0))),
-            actor=Actor(actor, ActorObjective(algorithm, LIMIT), temperature=1.0, epochs=1),
-            reference=Reference(Model(world, load_network(model_dir, world, "logprobs"), budget), temperature=0.7)
-            if algorithm.needs_reference else None,
+            actor=Actor(actor, ActorObjective(algorithm, LIMIT), temperature=1.0, epochs=1,
+                        reference=reference and reference.policy),
+            reference=reference,
             critic=Critic(trained("values"), CriticObjective(algorithm), epochs=1) if algorithm.needs_critic else None,
             cost_critic=Critic(trained("values"), CriticObjective(algorithm), epochs=1) if safe else None,
             reward=Judge(50), cost=Judge(30) if safe else None, comm=comm,

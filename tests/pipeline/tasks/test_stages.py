@@ -74,6 +74,16 @@ def test_each_part_of_the_chain_starts_from_what_was_trained_before_it(sections,
         assert stages.finetune_spec(run, "dpo").objective.kind == "ipo"
 
 
+def test_a_cost_of_safe_rlhf_may_be_the_reward_model_of_the_run():
+    own = {"kind": "reward_model", "model": "trained"}
+    safe = train_section(algorithm={"kind": "safe_rlhf", "costs": [own, {"kind": "length"}]})
+    run = run_of(pipeline.parse_pipeline(rlhf(train=safe)), prepare=PROMPTS)
+    costs = stages.train_spec(run, 1).algorithm.costs
+    assert costs[0].model == "/store/runs/r/reward_model/export" and costs[1].kind == "length"
+    with pytest.raises(SpecError, match="is missing, but train.algorithm.costs has the model 'trained'"):
+        pipeline.parse_pipeline(rlhf(train=safe, reward_model=None))
+
+
 def test_a_review_scores_with_the_reward_model_of_the_run():
     judged = {"rewards": [{"kind": "reward_model", "model": "trained"}], "max_response_tokens": 8}
     run = run_of(pipeline.parse_pipeline(rlhf(evaluate=judged)))
