@@ -8,7 +8,7 @@ from airflow.sdk import DAG, Param, TaskGroup
 from engine.spec.algorithm import ALGORITHMS
 from tasks import deployment, stages, training
 from tasks.assets import CANDIDATE
-from tasks.operators import EngineOperator, GoOnOperator, StepOperator
+from tasks.operators import EngineOperator, GoOnOperator, RegisterOperator, StepOperator
 from tasks.pipeline import FINETUNED, preset_names
 
 DOC = """
@@ -92,7 +92,7 @@ with DAG(
 ) as dag:
     begin = StepOperator(task_id="begin", python_callable=training.begin)
     prepare = EngineOperator(task_id="prepare", spec=partial(training.job, build=stages.prepare_spec))
-    register = StepOperator(
+    register = RegisterOperator(
         task_id="register", python_callable=training.register, outlets=[CANDIDATE],
         trigger_rule="none_failed_min_one_success")
     report = EngineOperator(task_id="report", spec=training.report_job, trigger_rule="none_failed_min_one_success")

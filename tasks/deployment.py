@@ -67,6 +67,18 @@ def max_stages() -> int:
     return _count("RATCHET_MAX_STAGES", 4)
 
 
+def housekeeping_deletes() -> bool:
+    """RATCHET_HOUSEKEEPING: `delete` makes the weekly housekeeping delete; `report`, the default, only lists.
+
+    Raises:
+        SpecError: another word.
+    """
+    word = os.environ.get("RATCHET_HOUSEKEEPING") or "report"
+    if word not in ("report", "delete"):
+        raise SpecError(f"RATCHET_HOUSEKEEPING={word!r} is neither `report` nor `delete`")
+    return word == "delete"
+
+
 def engine_python() -> str:
     """RATCHET_ENGINE_PYTHON: the interpreter of the engine's environment.
 

@@ -41,6 +41,9 @@ from tasks.launchers import Launcher
 ATTEMPT_FILES = (JOB_FILE, HEARTBEAT_FILE, LOG_FILE, PROGRESS_FILE, EXIT_FILE, RESULT_FILE)
 """What one attempt leaves; moved to `attempts/N/` before the next. Metrics stay: steps are counted over attempts."""
 
+TASK_FILE = "task.json"
+"""DAG, run and task that a directory belongs to: their names in its path may be shortened."""
+
 LONGEST_NAME = 200
 """Characters of an id in a path: file systems take 255, Airflow's ids may be as long."""
 HAND_OVER_LIMIT_S = 30.0
@@ -83,6 +86,12 @@ def safe_name(name: str) -> str:
     if cleaned == name and len(name) <= LONGEST_NAME:
         return name
     return f"{cleaned[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def note_task(directory: Path, **ids: str) -> None:
+    """Write which task a directory belongs to; it is made."""
+    _make_private(directory)
+    write_atomic(directory / TASK_FILE, json.dumps(ids))
 
 
 def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = False) -> Submission:
@@ -160,6 +169,13 @@ def running(home: Path, launcher: Launcher) -> list[Path]:
     """Directories of all jobs that run now."""
     found = sorted((home / "jobs").glob(f"*/*/**/{JOB_FILE}"))
     return [path.parent for path in found if state_of(path.parent, launcher).phase == "running"]
+
+
+@contextlib.contextmanager
+def not_running(directory: Path, launcher: Launcher) -> Iterator[bool]:
+    """Whether no job runs in the directory; none begins there before this ends."""
+    with open(directory / "submit.lock", "a") as file:
+        yield _try_lock(file) and state_of(directory, launcher).phase != "running"
 
 
 def spec_changes(directory: Path, spec: RunSpec) -> list[str]:

@@ -1,4 +1,4 @@
-"""Airflow operators: one runs an engine job, one decides whether later tasks run."""
+"""Airflow operators: run an engine job, register its model, decide whether to go on, and what shows where a run is."""
 
 import contextlib
 import time
@@ -13,7 +13,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
 from engine.spec import RunResult, RunSpec
 from engine.spec.job import LOG_FILE
-from tasks import deployment, jobs, launchers, links
+from tasks import deployment, jobs, launchers, links, openlineage, runs, tracking
 from tasks.joblog import LogFollower, readable
 from tasks.stages import Decision
 
@@ -60,6 +60,7 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             self._directory = jobs.job_directory(
                 deployment.home(), ti.dag_id, ti.run_id, ti.task_id, ti.map_index if ti.map_index is not None else -1)
             self.log.info("Job directory: %s", self._directory)
+            jobs.note_task(self._directory, dag_id=ti.dag_id, run_id=ti.run_id, task_id=ti.task_id)
             return self.execute_resumable(context)
 
     def submit_job(self, context: Context) -> str:
@@ -114,6 +115,13 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
         assert isinstance(result, RunResult), f"{self._directory}: done without a result"
         return result.model_dump()
 
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """What the job read and wrote; Airflow's OpenLineage provider asks, where it is installed."""
+        result = jobs.read_result(self._directory)
+        if result is None:
+            return None
+        return openlineage.lineage(openlineage.job_inputs(self._spec, result), openlineage.job_outputs(result))
+
     def on_kill(self) -> None:
         """End the engine's processes. Airflow goes on with `execute` afterwards and kills this process 5 s later."""
         self._killed = True
@@ -138,6 +146,21 @@ class StepOperator(PythonOperator):
     """A Python task that shows where its run is to be found."""
 
     operator_extra_links = (links.MLFLOW, links.REPORT)
+
+
+class RegisterOperator(StepOperator):
+    """Run `training.register`, and say to OpenLineage which files the version is made of."""
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Returns: what the callable does."""
+        self._made = super().execute(context)
+        return self._made
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """The export in, the registered version out; Airflow's OpenLineage provider asks, where it is installed."""
+        made = runs.read_candidate(self._made["run_uri"])
+        version = openlineage.Place(tracking.version_uri(made.model, made.version), made.weights_hash)
+        return openlineage.lineage([openlineage.Place(made.export_uri, made.weights_hash)], [version])
 
 
 class GoOnOperator(BaseOperator, SkipMixin):

@@ -43,12 +43,22 @@ STOP_GRACE_S = 5.0
 LONGEST_BACKOFF_S = 30.0
 
 
+@dataclass(frozen=True)
+class Databases:
+    """Where Airflow and MLflow keep their tables: SQLAlchemy URLs."""
+
+    airflow: str
+    mlflow: str
+
+
 @dataclass
 class Component:
     """One server process and how often it died."""
 
     name: str
     command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    """Its own, beside the stack's."""
     process: subprocess.Popen | None = None
     deaths: int = 0
     restart_at: float = field(default=0.0)
@@ -57,9 +67,19 @@ class Component:
 class Stack:
     """The processes of one home directory. `start()`, use it, `stop()`; a thread restarts what dies in between."""
 
-    def __init__(self, home: Path, *, environment: dict[str, str] | None = None, say: Callable[[str], None] = print):
-        """Args: home: made when absent; environment: added to every component's; say: gets one line per step."""
+    def __init__(self, home: Path, *, environment: dict[str, str] | None = None, databases: Databases | None = None,
+                 say: Callable[[str], None] = print):
+        """Set up, start nothing.
+
+        Args:
+            home: made when absent.
+            environment: added to every component's.
+            databases: that exist; None: SQLite files in the home.
+            say: gets one line per step.
+        """
         self.home = home.resolve()
+        self._databases = databases or Databases(
+            airflow=f"sqlite:///{self.home}/airflow/airflow.db", mlflow=f"sqlite:///{self.home}/mlflow/mlflow.db")
         self._say = say
         self._extra = environment or {}
         self._components: list[Component] = []
@@ -82,8 +102,9 @@ class Stack:
         python, airflow = sys.executable, [sys.executable, "-m", "airflow"]
         mlflow = self._launch("mlflow", [
             python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.mlflow_port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{self.home}/mlflow/mlflow.db",
-            "--artifacts-destination", str(self.home / "mlflow" / "artifacts")])
+            "--artifacts-destination", str(self.home / "mlflow" / "artifacts")],
+            # Not an argument: it may hold a password, and everybody sees those.
+            {"MLFLOW_BACKEND_STORE_URI": self._databases.mlflow})
         self._migrate(airflow)
         api = self._launch("api-server", [
             *airflow, "api-server", "--host", "127.0.0.1", "--port", str(self.airflow_port), "--workers", "1"])
@@ -151,7 +172,7 @@ class Stack:
         return AIRFLOW_SETTINGS | {
             "AIRFLOW_HOME": str(self.home / "airflow"), "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
             "AIRFLOW__CORE__PLUGINS_FOLDER": str(ROOT / "tasks" / "plugins"),
-            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{self.home}/airflow/airflow.db",
+            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": self._databases.airflow,
             "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
             "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_PASSWORDS_FILE": str(self.home / "password.json"),
             "AIRFLOW__CORE__FERNET_KEY": keys["fernet"], "AIRFLOW__API_AUTH__JWT_SECRET": keys["jwt"],
@@ -206,8 +227,8 @@ class Stack:
         if "gpus" not in [pool["name"] for pool in api.call("GET", "/pools")["pools"]]:
             api.call("POST", "/pools", body)
 
-    def _launch(self, name: str, command: list[str]) -> Component:
-        component = Component(name, command)
+    def _launch(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> Component:
+        component = Component(name, command, environment or {})
         self._components.append(component)
         self._spawn(component)
         return component
@@ -216,8 +237,8 @@ class Stack:
         with open(self.home / "logs" / f"{component.name}.log", "ab") as log:
             # A session of its own: Ctrl-C in the terminal is for the supervisor, which stops them in order.
             component.process = subprocess.Popen(
-                component.command, env=self.environment(), cwd=self.home, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True)
+                component.command, env=self.environment() | component.environment, cwd=self.home,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         self._records[component.name] = identity(component.process.pid)
         write_atomic(self.home / STATE_FILE, json.dumps({
             "airflow": self.airflow_url, "mlflow": self.mlflow_url, "components": self._records}))

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,10 +12,14 @@ from urllib.parse import quote, urlsplit
 
 from engine.errors import FaultError, RefusedError
 from engine.spec.tracking import TrackingSpec, clean_metric_name
+from engine.store import hash_dir
 from tasks import deployment
 
 KEY_TAG = "ratchet.key"
 """Identity of a run: whoever asks with the same key gets the same run."""
+
+TAGS_AT_ONCE = 100
+"""MLflow takes no more in one request."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,33 @@ def log_files(tracking: TrackingSpec | None, path: Path, folder: str) -> None:
         upload(tracking.run_id, str(path), folder)
 
 
-def log_text(tracking: TrackingSpec | None, text: str, artifact: str) -> None:
-    """Create or replace a text file among the run's artifacts."""
+def log_text(tracking: TrackingSpec | None, text: str, name: str) -> None:
+    """Write a text file among the run's artifacts."""
     if tracking is None or tracking.run_id is None:
         return
     with mlflow_client() as client:
-        client.log_text(tracking.run_id, text, artifact)
+        client.log_text(tracking.run_id, text, name)
+
+
+def read_text(run_id: str, name: str) -> str | None:
+    """A text file of a run's artifacts; None when it has no such file."""
+    folder = name.rpartition("/")[0]
+    with mlflow_client() as client, tempfile.TemporaryDirectory() as directory:
+        if name not in [file.path for file in client.list_artifacts(run_id, folder)]:
+            return None
+        return Path(client.download_artifacts(run_id, name, directory)).read_text()
+
+
+def set_tags(tracking: TrackingSpec | None, tags: Mapping[str, str]) -> None:
+    """Set tags of a run, whatever its status."""
+    if tracking is None or tracking.run_id is None:
+        return
+    from mlflow.entities import RunTag
+
+    run_tags = [RunTag(key, text) for key, text in tags.items()]
+    with mlflow_client() as client:
+        for start in range(0, len(run_tags), TAGS_AT_ONCE):
+            client.log_batch(tracking.run_id, tags=run_tags[start : start + TAGS_AT_ONCE])
 
 
 def run_url(tracking: TrackingSpec | None) -> str:
@@ -127,6 +153,11 @@ def review_links(tracking: TrackingSpec | None, model: str, version: str) -> dic
     return links
 
 
+def version_uri(model: str, version: str) -> str:
+    """A name for a registered version that is its own on every server: `http://server/models/name/3`."""
+    return f"{_public_uri()}/models/{model}/{version}"
+
+
 def git_sha(checkout: Path = Path(__file__).parents[1]) -> str:
     """The commit of a checkout, with `-dirty` when tracked files differ; empty outside a repository."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -134,6 +165,13 @@ def git_sha(checkout: Path = Path(__file__).parents[1]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def source_hash(checkout: Path = Path(__file__).parents[1]) -> str:
+    """sha256 over the Python files of the pipeline and the engine: what ran, also where there is no commit."""
+    names = [path.relative_to(checkout).as_posix() for part in ("dags", "engine", "tasks")
+             for path in (checkout / part).rglob("*.py")]
+    return hash_dir(checkout, names)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from engine.errors import FaultError, ModelError, SpecError
 from engine.layout import check_generation_layout, check_layout, read_model_shape
 from engine.spec import FinetuneSpec, ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
 from engine.store import is_s3
-from tasks import deployment, jobs, links, notes, pipeline, registry, runs, stages, tracking
+from tasks import deployment, jobs, lineage, links, notes, pipeline, registry, runs, stages, tracking
 from tasks.assets import CANDIDATE
 from tasks.operators import airflow_errors
 
@@ -161,6 +161,7 @@ def register(**context: Any) -> dict[str, Any]:
         runs.write_candidate(root, runs.CandidateFile(
             model=name, version=version.version, stage=last, export_uri=export, weights_hash=version.weights_hash,
             prompts=stages.output(run, "prepare", "prompts"), training=train.metrics))
+        lineage.record(file, version)
         tracking.finish_run(file.tracking, status="FINISHED", metrics=evaluation.metrics)
         for part in (*file.pipeline.finetuned, *(stages.stage_name(stage) for stage in range(1, last + 1))):
             tracking.finish_run(stage_run(file, part), status="FINISHED")

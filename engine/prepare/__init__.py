@@ -57,7 +57,8 @@ def _prepare(job: Job, spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[
             builder = PromptSetBuilder(name, renderer, writer, quarantine, None if is_held_out else held_out)
             builder.read(source, lambda rows, bad, name=name: job.progress(
                 f"prepare {name}", rows=rows, bad=bad))
-            sets[name] = builder.finish(spec.max_bad_share) | {"sources": fingerprints[name]}
+            sets[name] = builder.finish(spec.max_bad_share) | {
+                "sources": [_with_hash(entry) for entry in fingerprints[name]]}
             held_out |= builder.asked
         quarantine.close()
         shutil.copyfile(quarantine.path, staged / Quarantine.FILE)
@@ -118,6 +119,12 @@ def _fingerprint(spec: PromptSetSpec) -> list[dict[str, str]]:
             for source in spec.sources if isinstance(source, FileSource) for uri in source_files(source)]
 
 
+def _with_hash(entry: dict[str, str]) -> dict[str, str]:
+    """A file's entry with its sha256: a store's own tag says that it changed, not which file it is."""
+    kind, _, value = entry["content"].partition(":")
+    return entry | {"sha256": value if kind == "sha256" else store.sha256(entry["uri"])}
+
+
 def _fingerprint_tokenizer(directory: str) -> list[dict[str, str]]:
     return [{"uri": uri, "content": store.fingerprint(uri)}
             for name in TOKENIZER_FILES if store.exists(uri := store.join(directory, name))]
@@ -134,7 +141,9 @@ def _whole_output(spec: PrepareSpec, fingerprints: dict[str, Any]) -> dict[str, 
     sets = manifest["sets"]
     if manifest["tokenizer"]["files"] != fingerprints["tokenizer"]:
         return None
-    if any(sets[name]["sources"] != fingerprints[name] for name in spec.sets):
+    made_of = {name: [{key: entry[key] for key in ("uri", "content")} for entry in sets[name]["sources"]]
+               for name in spec.sets}
+    if any(made_of[name] != fingerprints[name] for name in spec.sets):
         return None
     files = [file for name in spec.sets for file in sets[name]["files"]] + [manifest["quarantine"]]
     whole = all(_has_content(store.join(spec.output, file["name"]), file["sha256"]) for file in files)

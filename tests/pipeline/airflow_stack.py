@@ -9,7 +9,7 @@ import yaml
 
 from tasks import jobs
 from tasks.airflow_api import AirflowAPI
-from tasks.stack import USER, Stack, free_port
+from tasks.stack import USER, Databases, Stack, free_port
 from tests.pipeline.examples import preset
 
 FINAL = ("success", "failed", "skipped", "upstream_failed", "removed")
@@ -19,8 +19,8 @@ MAX_STAGES = 3
 class Airflow:
     """A running stack, and what tests do with it."""
 
-    def __init__(self, home: Path, engine: Path):
-        """Args: home: an empty directory; engine: the interpreter of the engine, or what stands in for it."""
+    def __init__(self, home: Path, engine: Path, databases: Databases | None = None):
+        """Args: home: an empty directory; engine: the engine's interpreter or its stand-in; databases: not SQLite."""
         self.home = home
         self.plan_file = home / "plan.json"
         self.plan({})
@@ -30,7 +30,7 @@ class Airflow:
         real = yaml.safe_load(Path("examples/tiny.yaml").read_text())
         self.write_preset("real", real | {"model": "models/real", "registry": {"model": "real"}})
         (home / "ports.json").write_text(json.dumps({"airflow": free_port(28080), "mlflow": free_port(25000)}))
-        self.stack = Stack(home, environment={
+        self.stack = Stack(home, databases=databases, environment={
             "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
             "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES)})
 

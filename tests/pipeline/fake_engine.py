@@ -37,7 +37,7 @@ def behaviour_of(directory: Path, attempt: int) -> dict:
 def default_result(stage: str, directory: Path, spec: dict) -> dict:
     """A result of the right shape, its files included."""
     if stage == "prepare":
-        Path(spec["output"]).mkdir(parents=True, exist_ok=True)
+        write_prompts(Path(spec["output"]), spec)
         return {"outputs": {"prompts": spec["output"]}, "hashes": {"prompts": "p" * 64}}
     if stage in ("finetune", "train"):
         export = Path(spec["export_dir"])
@@ -53,6 +53,21 @@ def default_result(stage: str, directory: Path, spec: dict) -> dict:
         Path(spec["output"], "report.html").write_text(f"<!doctype html><h1>{spec['title']}</h1>{places[0]}{places[1]}")
         return {"outputs": {"report": f"{spec['output']}/report.html"}}
     return evaluation(directory, spec)
+
+
+def write_prompts(output: Path, spec: dict) -> None:
+    """The manifest of prepared sets: what lineage reads. No rows."""
+    from engine.store import sha256_file
+
+    sets = {}
+    for name in ("train", "eval", "sft", "sft_eval", "preferences", "preferences_eval"):
+        files = [s["uri"] for s in (spec.get(name) or {}).get("sources", ()) if s["kind"] == "file"]
+        sources = [{"uri": uri, "content": f"sha256:{sha256_file(uri)}", "sha256": sha256_file(uri)} for uri in files]
+        if spec.get(name):
+            sets[name] = {"rows": 8, "sha256": "r" * 64, "files": [], "counts": {}, "sources": sources}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "manifest.json").write_text(json.dumps(
+        {"schema_version": 1, "sets": sets, "tokenizer": {"sha256": "t" * 64, "files": []}}))
 
 
 def evaluation(directory: Path, spec: dict) -> dict:

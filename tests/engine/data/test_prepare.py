@@ -145,6 +145,13 @@ def test_the_same_rows_give_the_same_bytes_in_every_format_and_store(tmp_path, c
         prepare(tmp_path, spec)
         results.append({name: store.read_bytes(f"s3://bucket/out/{name}") for name in results[0]})
         assert len(PromptSet.open("s3://bucket/out", "train")) == 300
+        for number, source in ((0, lines), (5, lines), (6, tmp_path / "rows.parquet")):
+            manifest = json.loads((tmp_path / f"out{number}" / "manifest.json").read_text())
+            assert [entry["sha256"] for entry in manifest["sets"]["train"]["sources"]] == [store.sha256_file(source)]
+        before = (tmp_path / "out5" / "manifest.json").stat().st_mtime_ns
+        prepare(tmp_path, make_spec(
+            tmp_path, chat_tokenizer, sources[5], output=str(tmp_path / "out5"), rows_per_shard=128))
+        assert (tmp_path / "out5" / "manifest.json").stat().st_mtime_ns == before, "found as it was"
     assert sorted(results[0]) == ["eval/00000.parquet", *(f"train/0000{i}.parquet" for i in range(3))]
     assert all(result == results[0] for result in results[1:])
 

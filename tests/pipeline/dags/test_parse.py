@@ -155,3 +155,14 @@ def test_every_task_of_the_training_shows_its_links(dags):
         names = {link.name for link in task.operator_extra_links}
         job = task.task_id.endswith(("prepare", "train", "evaluate", "report", "sft", "reward_model", "dpo"))
         assert names == {"MLflow run", "Report"} | ({"Job log"} if job else set()), task.task_id
+
+
+def test_housekeeping_is_weekly_and_a_dry_run_unless_the_deployment_says_otherwise(dags, monkeypatch):
+    dag = dags["housekeeping"]
+    assert (dag.schedule, dag.catchup, dag.max_active_runs) == ("@weekly", False, 1)
+    assert upstream(dag, "delete") == {"look"} and dag.params["dry_run"] is True
+    monkeypatch.setenv("RATCHET_HOUSEKEEPING", "delete")
+    assert runpy.run_path("dags/housekeeping.py")["dag"].params["dry_run"] is False
+    monkeypatch.setenv("RATCHET_HOUSEKEEPING", "yes")
+    with pytest.raises(ValueError, match="RATCHET_HOUSEKEEPING='yes' is neither"):
+        runpy.run_path("dags/housekeeping.py")
