@@ -7,12 +7,15 @@ Credentials come from the usual AWS chain only, the endpoint of an S3-compatible
 Errors are one line, `StoreError: OPERATION URI: reason`, without credentials; `MissingError` when nothing is there.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,14 +23,26 @@ from engine.errors import MissingError, StoreError
 from engine.store.hashing import hash_dir, hash_model_dir, sha256_bytes, sha256_file
 
 __all__ = [
-    "MANIFEST", "delete", "download_dir", "download_file", "exists", "fingerprint", "hash_dir", "hash_model_dir",
-    "is_s3", "join", "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes", "sha256_file",
-    "sync_directory", "upload_dir", "upload_file", "upload_files", "write_atomic", "write_bytes",
+    "MANIFEST", "StoredFile", "delete", "download_dir", "download_file", "exists", "fingerprint", "hash_dir",
+    "hash_model_dir", "is_s3", "join", "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes",
+    "sha256_file", "stat_files", "sync_directory", "upload_dir", "upload_file", "upload_files", "write_atomic",
+    "write_bytes",
 ]
 
 MANIFEST = "manifest.json"
 """A directory with a file of this name is whole: it is written last and read first."""
 PARALLEL_FILES = 8
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a directory, without its content."""
+
+    name: str
+    """Relative to the directory, `/` between parts."""
+    bytes: int
+    modified: float
+    """Seconds since the epoch."""
 
 
 def is_s3(uri: str | Path) -> bool:
@@ -131,6 +146,16 @@ def list_files(uri: str | Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
+def stat_files(uri: str | Path) -> list[StoredFile]:
+    """Size and time of every file under a directory, by name; a file that goes meanwhile is left out."""
+    if is_s3(uri):
+        found = [StoredFile(item["Key"], item["Size"], item["LastModified"].timestamp())
+                 for item in _s3().list_objects(str(uri))]
+    else:
+        found = list(_stat_local(Path(uri)))
+    return sorted(found, key=lambda file: file.name)
+
+
 def upload_file(source: str | Path, uri: str | Path) -> None:
     """Copy a local file to `uri`; on S3 in parallel parts with checksums."""
     if is_s3(uri):
@@ -181,19 +206,31 @@ def download_dir(uri: str | Path, target: str | Path) -> None:
 
 
 def delete(uri: str | Path, last: str = MANIFEST) -> None:
-    """Remove a file, or a directory with all in it: its manifest first, so that half of it never looks whole."""
+    """Remove a file, or a directory with all in it: its manifests first, so that half of it never looks whole.
+
+    Args: last: name of the files that are written last, and so removed first, at any depth.
+    """
     if is_s3(uri):
         return _s3().delete(str(uri), last)
     path = Path(uri)
     try:
         if path.is_dir():
-            (path / last).unlink(missing_ok=True)
+            for mark in list(path.rglob(last)):
+                mark.unlink(missing_ok=True)
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise _local_error("delete", uri, error) from None
     return None
+
+
+def _stat_local(root: Path) -> Iterator[StoredFile]:
+    for path in root.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                yield StoredFile(path.relative_to(root).as_posix(), status.st_size, status.st_mtime)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -25,6 +25,8 @@ ANSWER_LIMIT_S = 60.0
 PART_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
 TRANSFER = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4)
+MOST_DELETED = 1000
+"""Objects of one request to delete: S3 takes no more."""
 HASH_KEY = "sha256"
 """Object metadata with the content's sha256: what was uploaded is what is downloaded, whatever lies between."""
 MISSING_CODES = ("NoSuchKey", "NoSuchBucket", "404", "NotFound")
@@ -86,12 +88,17 @@ def etag(uri: str) -> str:
 
 def list_keys(uri: str) -> list[str]:
     """Keys under `uri/`, relative to it."""
+    return [item["Key"] for item in list_objects(uri)]
+
+
+def list_objects(uri: str) -> list[dict[str, Any]]:
+    """What the store says of every object under `uri/`: `Key` relative to it, `Size`, `LastModified`."""
     bucket, key = split(uri, need_key=False)
     prefix = f"{key.rstrip('/')}/" if key else ""
     try:
         pages = _client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         # Some tools make an empty object for a directory.
-        return [item["Key"].removeprefix(prefix) for page in pages for item in page.get("Contents", ())
+        return [item | {"Key": item["Key"].removeprefix(prefix)} for page in pages for item in page.get("Contents", ())
                 if not item["Key"].endswith("/")]
     except FAILURES as error:
         fail("list", uri, error)
@@ -142,17 +149,27 @@ def download(uri: str, target: Path) -> None:
 
 
 def delete(uri: str, last: str) -> None:
-    """Remove an object, and all under `uri/`, the object `last` before the others."""
+    """Remove an object, and all under `uri/`: every object named `last` before the others."""
     bucket, key = split(uri)
-    names = list_keys(uri)
     root = key.rstrip("/")
-    first = [f"{root}/{last}"] if last in names else []
-    keys = [*first, root, *(f"{root}/{name}" for name in names if name != last)]
+    names = list_keys(uri)
+    marks = [f"{root}/{name}" for name in names if name.rsplit("/", 1)[-1] == last]
+    others = [root, *(f"{root}/{name}" for name in names if name.rsplit("/", 1)[-1] != last)]
     try:
-        for name in keys:
+        for name in marks:
             _client().delete_object(Bucket=bucket, Key=name)
+        for start in range(0, len(others), MOST_DELETED):
+            _delete_together(bucket, others[start : start + MOST_DELETED], uri)
     except FAILURES as error:
         fail("delete", uri, error)
+
+
+def _delete_together(bucket: str, keys: list[str], uri: str) -> None:
+    objects: list[Any] = [{"Key": key} for key in keys]
+    answer = _client().delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+    for refused in answer.get("Errors", ()):
+        raise StoreError(f"delete {uri}: the store answers {refused.get('Code', 'unknown')} for "
+                         f"s3://{bucket}/{refused.get('Key', '')}")
 
 
 class ResumingStream(io.RawIOBase):

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import boto3
 import pytest
@@ -45,6 +46,16 @@ def test_listing_is_sorted_relative_and_deep(root):
     assert store.list_files(root) == ["a", "b/10", "b/2", "c/d/e"]
     assert store.list_files(store.join(root, "b")) == ["10", "2"]
     assert store.list_files(store.join(root, "nothing")) == []
+
+
+def test_size_and_time_of_every_file_are_listed(root):
+    before = time.time()
+    for name, size in (("b/2", 3), ("a", 5), ("c/d/e", 0)):
+        store.write_bytes(store.join(root, name), b"x" * size)
+    found = store.stat_files(root)
+    assert [(file.name, file.bytes) for file in found] == [("a", 5), ("b/2", 3), ("c/d/e", 0)]
+    assert all(before - 2 < file.modified < time.time() + 2 for file in found)
+    assert store.stat_files(store.join(root, "nothing")) == []
 
 
 def test_a_name_that_only_begins_alike_does_not_exist(root):
@@ -105,6 +116,35 @@ def test_the_manifest_is_deleted_before_all_other_files(server):
     server.requests.clear()
     store.delete("s3://bucket/d")
     assert [path for method, path, _ in server.requests if method == "DELETE"][0].endswith("d/manifest.json")
+
+
+def test_manifests_at_any_depth_are_deleted_before_all_other_files(server):
+    for name in ("a", "step-1/manifest.json", "step-1/w", "step-2/manifest.json", "step-2/w"):
+        store.write_bytes(f"s3://bucket/d/{name}", b"x")
+    server.fault = lambda request: "403" if request["REQUEST_METHOD"] == "POST" else None
+    with pytest.raises(StoreError, match="AccessDenied"):
+        store.delete("s3://bucket/d")
+    server.fault = None
+    assert store.list_files("s3://bucket/d") == ["a", "step-1/w", "step-2/w"]
+
+
+def test_many_objects_are_deleted_a_thousand_a_request(server, monkeypatch):
+    monkeypatch.setattr(s3, "MOST_DELETED", 10)
+    for number in range(25):
+        store.write_bytes(f"s3://bucket/d/{number}", b"")
+    store.write_bytes("s3://bucket/d2/x", b"")
+    server.requests.clear()
+    store.delete("s3://bucket/d")
+    assert store.list_files("s3://bucket") == ["d2/x"]
+    assert [method for method, _, _ in server.requests if method in ("POST", "DELETE")] == ["POST"] * 3
+
+
+def test_an_object_that_the_store_keeps_is_an_error(server, monkeypatch):
+    store.write_bytes("s3://bucket/d/x", b"")
+    client = s3._client()
+    monkeypatch.setattr(client, "delete_objects", lambda **_: {"Errors": [{"Key": "d/x", "Code": "AccessDenied"}]})
+    with pytest.raises(StoreError, match="delete s3://bucket/d: the store answers AccessDenied for s3://bucket/d/x"):
+        store.delete("s3://bucket/d")
 
 
 def test_a_directory_that_could_not_be_uploaded_has_no_manifest(server, tmp_path, monkeypatch):
