@@ -93,7 +93,8 @@ def choose(**context: Any) -> dict[str, Any]:
         if training is None:
             active = ti.get_dr_count(TRAINING_DAG, states=ACTIVE)
             if active:
-                raise AirflowSkipException(f"{active} run(s) of {TRAINING_DAG} active; what landed waits for a later run")
+                raise AirflowSkipException(
+                    f"{active} runs of {TRAINING_DAG} are active; what landed waits for a later run of {ti.dag_id}")
             landed = landing.landed()
             files = next_files(landed, trainings)
             if not files:
@@ -122,14 +123,14 @@ class TrainOperator(TriggerDagRunOperator):
             if training.outcome != "open":
                 self.log.info("%s has ended: %s", training.run_id, training.outcome)
                 return
+            if ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id]):
+                self.log.info("%s is there already; waiting for it", training.run_id)
+                self.defer(method_name="execute_complete", trigger=DagStateTrigger(
+                    dag_id=TRAINING_DAG, states=self.allowed_states, run_ids=[training.run_id], poll_interval=POLL_S))
+            self.trigger_run_id = training.run_id
+            self.note = f"Started by {ti.dag_id}/{ti.run_id} with {len(training.files)} landed files"
             self.conf = {"preset": training.preset, "start_from": "champion",
                          "override": yaml.safe_dump(_override(training), sort_keys=False)}
-        self.trigger_run_id = training.run_id
-        self.note = f"Started by {ti.dag_id}/{ti.run_id} with {len(training.files)} landed files"
-        if ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id]):
-            self.log.info("%s is there already; waiting for it", training.run_id)
-            self.defer(method_name="execute_complete", trigger=DagStateTrigger(
-                dag_id=TRAINING_DAG, states=self.allowed_states, run_ids=[training.run_id], poll_interval=POLL_S))
         super().execute(context)
 
 
@@ -160,16 +161,16 @@ def settle(training: Training, ti: Any) -> Training:
     """
     if training.outcome == "candidate":
         return training
+    # Asked before looking for the candidate: a run that is not active now will not register one any more.
+    is_active = ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id], states=ACTIVE) > 0
+    is_there = ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id]) > 0
     try:
         made = runs.read_candidate(runs.run_root(TRAINING_DAG, training.run_id))
-        return _close(training, "candidate", f"{made.model}/{made.version}")
+        return _become(training, "candidate", f"{made.model}/{made.version}")
     except MissingError:
-        pass
-    if ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id], states=ACTIVE):
-        return training.model_copy(update={"outcome": "open"})
-    if training.outcome == "open" and not ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id]):
-        return training
-    return _close(training, "failed")
+        if is_active or (training.outcome == "open" and not is_there):
+            return _become(training, "open")
+        return _become(training, "failed")
 
 
 def next_files(landed: Sequence[landing.Landed], trainings: Sequence[Training]) -> list[landing.Landed]:
@@ -246,11 +247,11 @@ def _preset(name: str) -> dict[str, Any]:
     return pipeline.read_preset(deployment.presets(), name)
 
 
-def _close(training: Training, outcome: str, candidate: str = "") -> Training:
-    closed = training.model_copy(update={"outcome": outcome, "candidate": candidate})
-    if closed != training:
-        _write(closed)
-    return closed
+def _become(training: Training, outcome: str, candidate: str = "") -> Training:
+    settled = training.model_copy(update={"outcome": outcome, "candidate": candidate})
+    if settled != training:
+        _write(settled)
+    return settled
 
 
 def _read(run_id: str) -> Training:
