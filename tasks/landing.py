@@ -52,6 +52,8 @@ class Seen(Spec):
     outcome: Literal["waiting", "landed", "repeated", "refused"] = "waiting"
     """repeated: another file with this content landed before."""
     reason: str = ""
+    run_id: str = ""
+    """DAG run whose look found the outcome."""
 
 
 class Inbox(Spec):
@@ -90,14 +92,13 @@ def look(**context: Any) -> dict[str, Any]:
         inbox = _read_inbox()
         before = inbox.prefixes.get(prefix, {})
         files, ready = compare(before, store.stat_files(prefix), time.time(), params["settle_s"])
-        refused = {}
         for name in ready:
             files[name] = _take_in(prefix, name, files[name], ti.run_id)
-            if files[name].outcome == "refused":
-                refused[name] = files[name].reason
         _write_inbox(inbox, prefix, files)
-        # The next task says so: here it would keep the good files from being announced.
-        ti.xcom_push(key="refused", value=refused)
+        # The next task fails for them: here that would keep the good files from being announced.
+        mine = {name: seen for name, seen in files.items() if seen.run_id == ti.run_id}
+        ti.xcom_push(key="refused", value={
+            name: seen.reason for name, seen in mine.items() if seen.outcome == "refused"})
         new = landed(only_new=True)
         if not new:
             waiting = [name for name, seen in files.items() if seen.outcome == "waiting"]
@@ -217,7 +218,7 @@ def _take_in(prefix: str, name: str, seen: Seen, run_id: str) -> Seen:
             rows, bad = check_file(path, name)
         except ValueError as wrong:
             log.error("%s: refused: %s", name, wrong)
-            return seen.model_copy(update={"outcome": "refused", "reason": str(wrong)})
+            return seen.model_copy(update={"outcome": "refused", "reason": str(wrong), "run_id": run_id})
         return _land(path, seen, Landed(
             uri=_folder("landed"), source=uri, sha256=store.sha256_file(path), rows=rows, bad_rows=bad,
             landed_at=time.time(), run_id=run_id))
@@ -231,13 +232,14 @@ def _land(path: Path, seen: Seen, record: Landed) -> Seen:
         first = Landed.model_validate_json(store.read_bytes(where))
         if first.source != record.source:
             log.warning("%s: has the content of %s, which landed before", record.source, first.source)
-            return seen.model_copy(update={"outcome": "repeated", "reason": f"the content of {first.source}"})
-        return seen.model_copy(update={"outcome": "landed"})
+            return seen.model_copy(update={
+                "outcome": "repeated", "reason": f"the content of {first.source}", "run_id": record.run_id})
+        return seen.model_copy(update={"outcome": "landed", "run_id": first.run_id})
     copy = store.join(folder, path.name)
     store.upload_file(path, copy)
     store.write_bytes(where, record.model_copy(update={"uri": copy}).model_dump_json(indent=1))
     log.info("%s: %d rows (%d of them bad) landed as %s", record.source, record.rows, record.bad_rows, copy)
-    return seen.model_copy(update={"outcome": "landed"})
+    return seen.model_copy(update={"outcome": "landed", "run_id": record.run_id})
 
 
 def _prefix(asked: str | None) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import yaml
-from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
+from airflow.providers.standard.operators.trigger_dagrun import XCOM_RUN_ID, TriggerDagRunOperator
 from airflow.providers.standard.triggers.external_task import DagStateTrigger
 from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable
 from airflow.sdk.definitions.context import Context
@@ -52,6 +52,8 @@ class Training(Spec):
 
     run_id: str
     preset: str
+    model: str
+    """Registered model of the preset: what it has seen counts, under whatever preset."""
     files: list[LandedFile]
     again: bool
     """All of its files were in a training that failed."""
@@ -95,12 +97,7 @@ def choose(**context: Any) -> dict[str, Any]:
             if active:
                 raise AirflowSkipException(
                     f"{active} runs of {TRAINING_DAG} are active; what landed waits for a later run of {ti.dag_id}")
-            landed = landing.landed()
-            files = next_files(landed, trainings)
-            if not files:
-                raise AirflowSkipException(f"nothing new: {_used(landed, trainings)}")
-            training = new_training(preset, files, trainings)
-            stages.resolve(_preset(preset), stages.Form(start_from="champion"), _override(training))
+            training = _decide(preset, trainings)
             _write(training)
         log.info("%s: %s", training.run_id, ", ".join(file.uri for file in training.files))
         return {"run_id": training.run_id, "files": len(training.files)}
@@ -125,6 +122,7 @@ class TrainOperator(TriggerDagRunOperator):
                 return
             if ti.get_dr_count(TRAINING_DAG, run_ids=[training.run_id]):
                 self.log.info("%s is there already; waiting for it", training.run_id)
+                ti.xcom_push(key=XCOM_RUN_ID, value=training.run_id)  # for the link of the base class
                 self.defer(method_name="execute_complete", trigger=DagStateTrigger(
                     dag_id=TRAINING_DAG, states=self.allowed_states, run_ids=[training.run_id], poll_interval=POLL_S))
             self.trigger_run_id = training.run_id
@@ -182,7 +180,7 @@ def next_files(landed: Sequence[landing.Landed], trainings: Sequence[Training]) 
 
     Args:
         landed: oldest first.
-        trainings: ended ones, oldest first.
+        trainings: ended ones of one model, oldest first.
     """
     left = _left(landed, trainings)
     last_failure = {sha: training for training in trainings if training.outcome == "failed" for sha in training.hashes}
@@ -205,14 +203,14 @@ def given_up(trainings: Sequence[Training]) -> set[str]:
     return {sha for sha in alone if alone.count(sha) >= TRIES_ALONE}
 
 
-def new_training(preset: str, files: Sequence[landing.Landed], trainings: Sequence[Training]) -> Training:
+def new_training(preset: str, model: str, files: Sequence[landing.Landed], trainings: Sequence[Training]) -> Training:
     """The record of a training on these files; the same ones tried again are another run."""
     content = "\n".join([preset, *sorted(file.sha256 for file in files)])
     name = f"retrain__{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     tries = sum(training.run_id.startswith(f"{name}-") for training in trainings)
     seen = set().union(*(training.hashes for training in trainings))
     return Training(
-        run_id=f"{name}-{tries + 1}", preset=preset, started_at=time.time(),
+        run_id=f"{name}-{tries + 1}", preset=preset, model=model, started_at=time.time(),
         files=[LandedFile(sha256=file.sha256, uri=file.uri) for file in files],
         again=all(file.sha256 in seen for file in files))
 
@@ -221,8 +219,20 @@ def read_trainings() -> list[Training]:
     """All trainings that `retrain` started, oldest first."""
     folder = _folder()
     found = [Training.model_validate_json(store.read_bytes(store.join(folder, name)))
-             for name in store.list_files(folder)]
+             for name in store.list_files(folder) if name.endswith(".json")]
     return sorted(found, key=lambda training: (training.started_at, training.run_id))
+
+
+def _decide(preset: str, trainings: Sequence[Training]) -> Training:
+    form = stages.Form(start_from="champion")
+    model = stages.resolve(_preset(preset), form, {}).registry.model
+    trainings, landed = [training for training in trainings if training.model == model], landing.landed()
+    files = next_files(landed, trainings)
+    if not files:
+        raise AirflowSkipException(f"nothing new for {model}: {_used(landed, trainings)}")
+    training = new_training(preset, model, files, trainings)
+    stages.resolve(_preset(preset), form, _override(training))
+    return training
 
 
 def _left(landed: Sequence[landing.Landed], trainings: Sequence[Training]) -> list[landing.Landed]:

@@ -47,7 +47,7 @@ class Airflow:
             self.stack.stop()
             raise
         self.api = AirflowAPI(self.stack.airflow_url, USER, self.stack.password)
-        self.wait(lambda: len(self.api.call("GET", "/dags")["dags"]) >= 2)
+        self.wait(lambda: len(self.api.call("GET", "/dags")["dags"]) >= len(list(Path("dags").glob("*.py"))))
         return self
 
     def __exit__(self, *exception: object) -> None:

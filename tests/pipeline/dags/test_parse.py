@@ -31,7 +31,7 @@ def test_parsing_reads_no_preset_and_connects_to_nothing(tmp_path):
             "    assert not str(file).endswith('.yaml'), f'{file} read at parse time'\n"
             "    return plain(file, *a, **k)\n"
             "builtins.open = watched\n"
-            "for name in ('train_ppo', 'review_candidate'): runpy.run_path(f'dags/{name}.py')\n"
+            f"for name in {[str(file) for file in FILES]}: runpy.run_path(name)\n"
             "print('parsed')")
     environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path), "PYTHONPATH": "."}
     assert "parsed" in subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
@@ -89,6 +89,18 @@ def test_a_candidate_starts_its_review(dags):
     assert list(dags["train_ppo"].get_task("register").outlets) == [CANDIDATE]
     assert list(review.get_task("promote").outlets) == [CHAMPION]
     assert CANDIDATE in list(review.schedule) and review.catchup is False
+
+
+def test_prompts_that_land_start_a_retraining_and_neither_runs_twice_at_once_nor_catches_up(dags):
+    from tasks.assets import PROMPTS
+
+    assert list(dags["land_prompts"].get_task("look").outlets) == [PROMPTS]
+    assert dags["land_prompts"].schedule is None and dags["retrain"].schedule is None, "nothing is configured here"
+    for name in ("land_prompts", "retrain"):
+        assert dags[name].max_active_runs == 1 and dags[name].catchup is False
+    # The runs of a backfill are counted apart from the others.
+    assert dags["retrain"].get_task("choose").max_active_tis_per_dag == 1
+    assert upstream(dags["retrain"], "record") == {"train"} and upstream(dags["retrain"], "train") == {"choose"}
 
 
 def test_the_form_offers_every_preset_and_refuses_others(dags):

@@ -99,7 +99,7 @@ def test_a_backfill_of_three_ticks_done_twice_trains_once(airflow):
     for run in done:
         choose = airflow.api.tasks("retrain", run["dag_run_id"])["choose"]
         assert (choose["state"], choose["try_number"]) == ("skipped", 2)
-    assert "nothing new: " in airflow.api.log("retrain", done[0]["dag_run_id"], "choose", attempt=2)
+    assert "nothing new for retrained: " in airflow.api.log("retrain", done[0]["dag_run_id"], "choose", attempt=2)
 
 
 def test_nothing_starts_while_another_training_is_active(airflow):

@@ -31,9 +31,9 @@ class Watched:
     def put(self, name, content):
         store.write_bytes(store.join(self.prefix, name), content)
 
-    def look(self, settle_s=0, after_s=60.0):
-        """One run of the DAG; the sources that were announced."""
-        self.runs += 1
+    def look(self, settle_s=0, after_s=60.0, again=False):
+        """One run of the DAG, or another try of the last one; the sources that were announced."""
+        self.runs += not again
         self.now_s += after_s
         kept = {}
         ti = SimpleNamespace(
@@ -149,8 +149,13 @@ def test_bad_files_are_refused_with_reasons_and_do_not_stop_the_others(watched):
     with pytest.raises(AirflowFailException, match=r"other.jsonl: 1 of 1 rows are bad .*no field 'prompt'"):
         watched.finish()
 
+    watched.look(again=True)
+    assert watched.refused.keys() == wrong.keys(), "a second try of a look that had died says the same"
+    watched.finish = lambda: None
+
     watched.put("other.jsonl", lines("now it is right"))
-    assert watched.run() == [], "neither announced again, nor refused again"
+    watched.look()
+    assert watched.refused == {}, "neither announced again, nor refused again"
     assert watched.run() == ["other.jsonl"]
 
 

@@ -32,7 +32,7 @@ def numbers(files):
 
 
 def trained(trainings, files, outcome):
-    made = retrain.new_training("tiny", files, trainings)
+    made = retrain.new_training("tiny", "m", files, trainings)
     return made.model_copy(update={"started_at": float(len(trainings)), "outcome": outcome})
 
 
@@ -41,16 +41,15 @@ arrivals = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 @given(arrivals, st.sets(st.integers(0, 30)))
 def test_every_good_file_is_trained_on_once_and_every_bad_one_is_given_up(arriving, poison):
-    landed, trainings, waits = [], [], {}
+    landed, trainings = [], []
     for count in [*arriving, *[0] * 200]:
         landed += [file(len(landed) + k) for k in range(count)]
         files = retrain.next_files(landed, trainings)
         if not files:
             continue
-        assert not {training.run_id for training in trainings} & {retrain.new_training("tiny", files, trainings).run_id}
         trainings.append(trained(trainings, files, "failed" if poison & set(numbers(files)) else "candidate"))
-        waits.update({number: len(trainings) for number in numbers(files)})
     assert retrain.next_files(landed, trainings) == []
+    assert len({training.run_id for training in trainings}) == len(trainings), "an id is never used twice"
     everything = set(numbers(landed))
     used = [n for training in trainings if training.outcome == "candidate" for n in numbers(training.files)]
     assert sorted(used) == sorted(everything - poison)
@@ -81,7 +80,7 @@ def test_the_run_id_is_made_of_preset_and_contents_and_differs_by_try():
     first = trained([], files, "failed")
     assert trained([], files[::-1], "failed").run_id == first.run_id
     assert trained([first], files, "failed").run_id == first.run_id.removesuffix("-1") + "-2"
-    assert retrain.new_training("other", files, []).run_id[:-2] != first.run_id[:-2]
+    assert retrain.new_training("other", "m", files, []).run_id[:-2] != first.run_id[:-2]
     assert trained([], files[:1], "failed").run_id[:-2] != first.run_id[:-2]
 
 
@@ -100,8 +99,11 @@ class Airflow:
     def xcom_pull(self, task_ids):
         return self.returned[task_ids]
 
-    def choose(self):
-        self.returned["choose"] = retrain.choose(params={"preset": "tiny"}, ti=self)
+    def xcom_push(self, key, value):
+        self.returned[key] = value
+
+    def choose(self, preset="tiny"):
+        self.returned["choose"] = retrain.choose(params={"preset": preset}, ti=self)
         return self.returned["choose"]["run_id"]
 
     def train(self):
@@ -153,10 +155,20 @@ def test_files_are_used_when_their_training_registered_a_candidate(airflow):
     run_id = airflow.choose()
     end(airflow, run_id, candidate="7")
     assert airflow.record() == {"run_id": run_id, "candidate": "tiny/7"}
-    with pytest.raises(AirflowSkipException, match="nothing new: 1 files have landed, 0 of them were given up"):
+    with pytest.raises(AirflowSkipException, match="nothing new for tiny: 1 files have landed, 0 of them"):
         airflow.choose()
     land(2)
     assert [found.uri for found in retrain._read(airflow.choose()).files] == [file(2).uri]
+
+
+def test_what_a_model_has_seen_counts_under_whatever_preset(airflow, tmp_path):
+    for name, model in (("renamed", "tiny"), ("sibling", "another")):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(preset(registry={"model": model})))
+    land(1)
+    end(airflow, airflow.choose(), candidate="1")
+    with pytest.raises(AirflowSkipException, match="nothing new for tiny"):
+        airflow.choose("renamed")
+    assert [found.uri for found in retrain._read(airflow.choose("sibling")).files] == [file(1).uri]
 
 
 def test_a_failed_training_is_tried_again_twice_alone_and_a_mended_one_counts(airflow):
@@ -187,6 +199,7 @@ def test_whoever_decides_again_finds_the_training_that_is_there(airflow):
     with pytest.raises(TaskDeferred) as waiting:
         airflow.train()
     assert isinstance(waiting.value.trigger, DagStateTrigger) and waiting.value.trigger.run_ids == [run_id]
+    assert airflow.returned["trigger_run_id"] == run_id, "the link to the run needs it"
     with pytest.raises(AirflowException, match="active again"):
         airflow.record()
     end(airflow, run_id, candidate="1")
