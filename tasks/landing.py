@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from airflow.sdk.exceptions import AirflowFailException
 
 from engine import store
 from engine.errors import SpecError, StoreError
@@ -27,7 +27,7 @@ from engine.spec import FileSource, PrepareSpec
 from engine.spec.base import URI, Spec
 from tasks import deployment, stages
 from tasks.assets import PROMPTS
-from tasks.operators import airflow_errors
+from tasks.operators import airflow_errors, skip
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 TEMPORARY = re.compile(r"(^|/)[._]|[.](tmp|temp|part|partial|incomplete)([.]|$)")
@@ -102,7 +102,7 @@ def look(**context: Any) -> dict[str, Any]:
         new = landed(only_new=True)
         if not new:
             waiting = [name for name, seen in files.items() if seen.outcome == "waiting"]
-            raise AirflowSkipException(f"{prefix}: nothing landed; {len(files)} files there, waiting: {waiting[:20]}")
+            skip(f"{prefix}: nothing landed; {len(files)} files there, waiting: {waiting[:20]}")
         context["outlet_events"][PROMPTS].extra = {
             "uris": [record.uri for record in new], "sha256": [record.sha256 for record in new],
             "rows": sum(record.rows - record.bad_rows for record in new)}
@@ -126,7 +126,7 @@ def report(**context: Any) -> None:
         if refused:
             raise AirflowFailException("refused: " + "; ".join(f"{name}: {why}" for name, why in refused.items()))
         if not announced:
-            raise AirflowSkipException("nothing landed and nothing was refused")
+            skip("nothing landed and nothing was refused")
 
 
 def compare(before: Mapping[str, Seen], found: Iterable[store.StoredFile], now_s: float,

@@ -20,14 +20,14 @@ from airflow.providers.standard.operators.trigger_dagrun import XCOM_RUN_ID, Tri
 from airflow.providers.standard.triggers.external_task import DagStateTrigger
 from airflow.sdk import AssetOrTimeSchedule, CronTriggerTimetable
 from airflow.sdk.definitions.context import Context
-from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from airflow.sdk.exceptions import AirflowFailException
 
 from engine import store
 from engine.errors import FaultError, MissingError, SpecError
 from engine.spec.base import URI, Spec
 from tasks import deployment, landing, pipeline, runs, stages
 from tasks.assets import PROMPTS
-from tasks.operators import airflow_errors
+from tasks.operators import airflow_errors, skip
 
 TRAINING_DAG = "train_ppo"
 MAX_FILES = 100
@@ -95,8 +95,7 @@ def choose(**context: Any) -> dict[str, Any]:
         if training is None:
             active = ti.get_dr_count(TRAINING_DAG, states=ACTIVE)
             if active:
-                raise AirflowSkipException(
-                    f"{active} runs of {TRAINING_DAG} are active; what landed waits for a later run of {ti.dag_id}")
+                skip(f"{active} runs of {TRAINING_DAG} are active; what landed waits for a later run of {ti.dag_id}")
             training = _decide(preset, trainings)
             _write(training)
         log.info("%s: %s", training.run_id, ", ".join(file.uri for file in training.files))
@@ -229,7 +228,7 @@ def _decide(preset: str, trainings: Sequence[Training]) -> Training:
     trainings, landed = [training for training in trainings if training.model == model], landing.landed()
     files = next_files(landed, trainings)
     if not files:
-        raise AirflowSkipException(f"nothing new for {model}: {_used(landed, trainings)}")
+        skip(f"nothing new for {model}: {_used(landed, trainings)}")
     training = new_training(preset, model, files, trainings)
     stages.resolve(_preset(preset), form, _override(training))
     return training
