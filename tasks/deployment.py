@@ -27,6 +27,29 @@ def presets() -> Path:
     return Path(os.environ.get("RATCHET_PRESETS") or Path(__file__).resolve().parents[1] / "examples")
 
 
+def prompts() -> str | None:
+    """RATCHET_PROMPTS: prefix that `land_prompts` watches, a path or `s3://`; None: it watches nothing."""
+    uri = os.environ.get("RATCHET_PROMPTS")
+    if not uri:
+        return None
+    return uri.rstrip("/") if "://" in uri else os.path.abspath(uri)
+
+
+def landing_cron() -> str | None:
+    """RATCHET_LANDING_CRON: when `land_prompts` looks, cron in UTC; None when there is nothing to look at."""
+    return (os.environ.get("RATCHET_LANDING_CRON") or "*/5 * * * *") if prompts() else None
+
+
+def retrain_preset() -> str | None:
+    """RATCHET_RETRAIN_PRESET: the preset that `retrain` trains; None: it starts nothing by itself."""
+    return os.environ.get("RATCHET_RETRAIN_PRESET") or None
+
+
+def retrain_cron() -> str | None:
+    """RATCHET_RETRAIN_CRON: when `retrain` looks besides whenever prompts land, cron in UTC; None: only then."""
+    return os.environ.get("RATCHET_RETRAIN_CRON") or None
+
+
 def launcher() -> str:
     """RATCHET_LAUNCHER: name of the launcher."""
     return os.environ.get("RATCHET_LAUNCHER") or "local"

@@ -17,15 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk.exceptions import AirflowSkipException
-
 from engine import store
 from engine.errors import StoreError
 from engine.spec.job import SPEC_FILE
 from tasks import deployment, jobs, launchers, registry_search
 from tasks.inventory import DOOMED, ActiveRuns, Inventory, Run, why_kept
 from tasks.jobs import safe_name
-from tasks.operators import airflow_errors
+from tasks.operators import airflow_errors, skip
 from tasks.retention import Action, Guard, Item, Policy, plan
 
 PLAN_FILE, OUTCOME_FILE, REPORT_FILE, USAGE_FILE = "plan.json", "outcome.json", "report.md", "usage.json"
@@ -62,7 +60,7 @@ def carry_out(**context: Any) -> dict[str, Any]:
     with airflow_errors():
         where = folder(context["ti"].run_id)
         if context["params"]["dry_run"]:
-            raise AirflowSkipException(f"dry run: nothing was deleted; {where}/{REPORT_FILE} lists what would be")
+            skip(f"dry run: nothing was deleted; {where}/{REPORT_FILE} lists what would be")
         inventory = Inventory(ActiveRuns(context["ti"].get_dr_count))
         take_back_marks()
         outcomes: list[Outcome] = []

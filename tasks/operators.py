@@ -1,14 +1,15 @@
 """Airflow operators: run an engine job, register its model, decide whether to go on, and what shows where a run is."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import BaseOperator, ResumableJobMixin, SkipMixin
 from airflow.sdk.definitions.context import Context
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
 from engine.spec import RunResult, RunSpec
@@ -32,6 +33,12 @@ def airflow_errors() -> Iterator[None]:
     except (RefusedError, FaultError) as error:
         kind = AirflowFailException if error.exit_code in NEVER_RETRIED else AirflowException
         raise kind(f"{type(error).__name__}: {error}") from None
+
+
+def skip(reason: str) -> NoReturn:
+    """End a task as skipped; its log says why in a line of its own, as a person reads it."""
+    logging.getLogger(__name__).info("Skipped: %s", reason)
+    raise AirflowSkipException(reason)
 
 
 class EngineOperator(ResumableJobMixin, BaseOperator):

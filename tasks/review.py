@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from airflow.sdk.definitions.context import Context
-from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from airflow.sdk.exceptions import AirflowFailException
 
 from engine.errors import SpecError
 from engine.spec import EvaluateSpec, Evaluation, RunResult
@@ -17,7 +17,7 @@ from tasks.assets import CANDIDATE, CHAMPION, LEFT_CANDIDATES
 from tasks.evidence import pairs_of, review_page, summary
 from tasks.gates import GateEvidence, gate
 from tasks.jobs import safe_name
-from tasks.operators import airflow_errors
+from tasks.operators import airflow_errors, skip
 
 DECIDED = ("champion", "replaced", "rejected", "rolled_back")
 """States of a version that is not reviewed any more."""
@@ -114,7 +114,7 @@ def promote(**context: Any) -> dict[str, str]:
                     candidate, base=_champion(found), files_hash=hash_model_dir(candidate.export_uri),
                     decision=decision)
         except registry.ChampionChanged as changed:
-            raise AirflowSkipException(_again(context, changed)) from None
+            skip(_again(context, changed))
         reports.publish_verdict(found["run_uri"])
         notes.say(context, f"**{champion.label}** is the champion: {decision.reason}")
         return announce(context, champion)
@@ -133,7 +133,7 @@ def reject(**context: Any) -> dict[str, str]:
     with airflow_errors():
         found = _loaded(context)
         if changed := _changed(context):
-            raise AirflowSkipException(f"not rejected but reviewed again: {changed}")
+            skip(f"not rejected but reviewed again: {changed}")
         decision = _decision(context, "rejected")
         with registry_conflicts():
             registry.reject(_version(found["model"], found["candidate"]), decision)
@@ -146,7 +146,7 @@ def review_again(**context: Any) -> dict[str, str]:
     """Announce the candidate once more: the champion that it was compared with is not the champion any more."""
     changed = _changed(context)
     if not changed:
-        raise AirflowSkipException("the champion is the one that the candidate was compared with")
+        skip("the champion is the one that the candidate was compared with")
     found = _loaded(context)
     announcement = {"model": found["model"], "version": found["candidate"], "run_uri": found["run_uri"]}
     context["outlet_events"][CANDIDATE].extra = announcement

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from airflow.sdk.definitions.context import Context
-from airflow.sdk.exceptions import AirflowSkipException
 
 from engine.errors import FaultError, ModelError, SpecError
 from engine.layout import check_generation_layout, check_layout, read_model_shape
@@ -14,7 +13,7 @@ from engine.spec import FinetuneSpec, ReportSpec, RunResult, RunSpec, TrackingSp
 from engine.store import is_s3
 from tasks import deployment, jobs, lineage, links, notes, pipeline, registry, runs, stages, tracking
 from tasks.assets import CANDIDATE
-from tasks.operators import airflow_errors
+from tasks.operators import airflow_errors, skip
 
 
 def begin(**context: Any) -> dict[str, str]:
@@ -103,7 +102,7 @@ def finetune_job(context: Context, *, section: str) -> FinetuneSpec:
     """
     file = run_file(context)
     if section not in file.pipeline.finetuned:
-        raise AirflowSkipException(f"preset {file.preset} has no section {section}")
+        skip(f"preset {file.preset} has no section {section}")
     where = stage_run(file, section)
     links.show_run(context, file, where.run_id)
     return stages.finetune_spec(view(file, context, ("prepare",), where), section)

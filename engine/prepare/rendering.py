@@ -9,8 +9,7 @@ import jinja2
 
 from engine import store
 from engine.errors import DataError, ModelError
-from engine.prepare.checks import Candidate
-from engine.prepare.sources import BadRow
+from engine.rows import BadRow, Candidate
 from engine.spec.prepare import PrepareSpec
 
 TOKENIZER_FILES = (

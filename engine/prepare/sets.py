@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from engine.errors import DataError
-from engine.prepare.checks import Candidate, check_row
 from engine.prepare.rendering import Renderer
-from engine.prepare.sources import ROWS_PER_BATCH, BadRow, read_file, source_files
+from engine.prepare.sources import ROWS_PER_BATCH, read_file, source_files
 from engine.prepare.writing import Quarantine, ShardWriter
 from engine.rewards import gym
+from engine.rows import BadRow, Candidate, check_row
 from engine.spec import FileSource, GeneratedSource, PromptSetSpec
 from engine.spec.prepare import set_responses
 

@@ -1,47 +1,19 @@
 """Rows of a source, one after the other: each with where it came from, or the reason why it cannot be read."""
 
-import gzip
 import json
 import tempfile
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import store
 from engine.errors import DataError
+from engine.rows import SUFFIXES, BadRow, Row, read_lines
 from engine.spec.prepare import FileSource
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-MAX_LINE_BYTES = 16 << 20
-"""A longer line is a bad row: memory must not depend on the file."""
 ROWS_PER_BATCH = 256
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row as it was read."""
-
-    file: str
-    line: int
-    """From 1; the row's number in formats without lines."""
-    fields: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """One row that cannot be used: a line of the quarantine file."""
-
-    file: str
-    line: int
-    kind: str
-    """What it is counted under: utf8, json, gzip, schema, empty, equal, template, duplicate, overlap,
-    overlong."""
-    reason: str
 
 
 def source_files(source: FileSource) -> list[str]:
@@ -76,7 +48,7 @@ def read_file(uri: str) -> Iterator[Row | BadRow]:
     """
     if uri.endswith((".jsonl", ".jsonl.gz")):
         with store.open_read(uri) as stream:
-            yield from _read_lines(uri, stream)
+            yield from read_lines(uri, stream)
         return
     with tempfile.TemporaryDirectory(prefix="ratchet-prepare-") as directory:
         path = Path(uri)
@@ -106,41 +78,3 @@ def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
     with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
         for batch in stream:
             yield from (batch.slice(start, ROWS_PER_BATCH) for start in range(0, batch.num_rows, ROWS_PER_BATCH))
-
-
-def _read_lines(uri: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
-    lines = gzip.GzipFile(fileobj=stream) if uri.endswith(".gz") else stream
-    number = 0
-    try:
-        while content := lines.readline(MAX_LINE_BYTES):
-            number += 1
-            if len(content) == MAX_LINE_BYTES and not content.endswith(b"\n"):
-                _skip_line(lines)
-                yield BadRow(uri, number, "json", f"line is longer than {MAX_LINE_BYTES} bytes")
-            elif content.strip():
-                yield _parse_line(uri, number, content)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield BadRow(uri, number + 1, "gzip", f"truncated or corrupt gzip: {error}; the rest of the file is lost")
-
-
-def _skip_line(lines: Any) -> None:
-    while (content := lines.readline(MAX_LINE_BYTES)) and not content.endswith(b"\n"):
-        continue
-
-
-def _parse_line(uri: str, number: int, content: bytes) -> Row | BadRow:
-    try:
-        text = content.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        return BadRow(uri, number, "utf8", f"bad UTF-8 at byte {error.start} of the line: {error.reason}")
-    try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        return BadRow(uri, number, "json", f"not JSON: {error}")
-    if not isinstance(fields, dict):
-        return BadRow(uri, number, "schema", f"not an object but {type(fields).__name__}")
-    return Row(uri, number, fields)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

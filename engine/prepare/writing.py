@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine import store
-from engine.prepare.checks import Candidate
 from engine.prepare.rendering import Tokens, messages_json
-from engine.prepare.sources import BadRow
 from engine.prompts import SCHEMA
+from engine.rows import BadRow, Candidate
 
 ROW_GROUP_ROWS = 1024
 # Everything that shapes the bytes is pinned: the same rows give the same file. Nobody queries the files: no statistics.

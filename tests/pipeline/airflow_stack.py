@@ -14,6 +14,8 @@ from tests.pipeline.examples import preset
 
 FINAL = ("success", "failed", "skipped", "upstream_failed", "removed")
 MAX_STAGES = 3
+NEW_YEAR = "0 0 1 1 *"
+"""A cron whose ticks no test meets by chance."""
 
 
 class Airflow:
@@ -26,13 +28,17 @@ class Airflow:
         self.plan({})
         (home / "presets").mkdir()
         self.write_preset("tiny", preset(gate={"approval": "automatic"}))
+        self.write_preset("retrained", preset(
+            registry={"model": "retrained"}, stages={"count": 1}, gate={"approval": "automatic"}))
         write_model(home / "models" / "tiny")
         real = yaml.safe_load(Path("examples/tiny.yaml").read_text())
         self.write_preset("real", real | {"model": "models/real", "registry": {"model": "real"}})
         (home / "ports.json").write_text(json.dumps({"airflow": free_port(28080), "mlflow": free_port(25000)}))
         self.stack = Stack(home, databases=databases, environment={
             "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
-            "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES)})
+            "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES),
+            "RATCHET_PROMPTS": str(home / "inbox"), "RATCHET_LANDING_CRON": NEW_YEAR,
+            "RATCHET_RETRAIN_PRESET": "retrained", "RATCHET_RETRAIN_CRON": NEW_YEAR})
 
     def __enter__(self) -> "Airflow":
         try:

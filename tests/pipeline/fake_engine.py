@@ -11,6 +11,7 @@ by), `half_line` (to die in), `result` (outputs and metrics), `torn` (an unreada
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,8 @@ def default_result(stage: str, directory: Path, spec: dict) -> dict:
         export = Path(spec["export_dir"])
         export.mkdir(parents=True, exist_ok=True)
         (export / "model.safetensors").write_bytes(str(export).encode())
+        for config in Path(spec["model"]).glob("config.json"):
+            shutil.copy(config, export)
         from engine.store import hash_model_dir
 
         return {"outputs": {"checkpoint": spec["checkpoint_dir"], "export": str(export)}, "policy_version": 3,

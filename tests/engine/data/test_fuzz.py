@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.prepare.checks import Candidate, check_row
-from engine.prepare.sources import BadRow, Row, read_file
+from engine.prepare.sources import read_file
+from engine.rows import BadRow, Candidate, Row, check_row
 from engine.spec import FileSource
 from tests.engine.data.preparing import make_spec, prepare, quarantined, train_rows
 

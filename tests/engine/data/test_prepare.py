@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-import engine.prepare
+import engine.rows
 from engine import store
 from engine.errors import DataError, ModelError, SpecError
 from engine.prompts import PromptSet
@@ -110,7 +110,7 @@ def test_a_corrupt_gzip_is_a_bad_row(tmp_path, chat_tokenizer, content):
 
 
 def test_a_line_without_end_is_one_bad_row(tmp_path, chat_tokenizer, monkeypatch):
-    monkeypatch.setattr(engine.prepare.sources, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(engine.rows, "MAX_LINE_BYTES", 100)
     rows = [{"prompt": "a", "answer": 1}, b"x" * 1000, {"prompt": "b", "answer": 1}]
     prepare(tmp_path, spec := make_spec(tmp_path, chat_tokenizer, write_lines(tmp_path / "t.jsonl", rows)))
     assert [prompt.text for prompt in train_rows(spec)] == ["a", "b"]

@@ -116,6 +116,18 @@ def test_what_a_person_starts_needs_its_fields(dags):
         dags["rollback"].params.get_param("version").resolve("champion")
 
 
+def test_prompts_that_land_start_a_retraining_and_neither_runs_twice_at_once_nor_catches_up(dags):
+    from tasks.assets import PROMPTS
+
+    assert list(dags["land_prompts"].get_task("look").outlets) == [PROMPTS]
+    assert dags["land_prompts"].schedule is None and dags["retrain"].schedule is None, "nothing is configured here"
+    for name in ("land_prompts", "retrain"):
+        assert dags[name].max_active_runs == 1 and dags[name].catchup is False
+    # The runs of a backfill are counted apart from the others.
+    assert dags["retrain"].get_task("choose").max_active_tis_per_dag == 1
+    assert upstream(dags["retrain"], "record") == {"train"} and upstream(dags["retrain"], "train") == {"choose"}
+
+
 def test_the_form_offers_every_preset_and_refuses_others(dags):
     from airflow.sdk.exceptions import ParamValidationError
 

@@ -10,7 +10,8 @@ import pytest
 from tests.pipeline.repository.source_tree import ROOT, files, imports, python_files, within
 
 SOURCES = ["dags", "tasks", "engine", "examples", "benchmarks", "requirements", "docker", "tests"]
-ABOVE_THE_BOUNDARY = ("engine.spec", "engine.layout", "engine.errors", "engine.store", "engine.statistics")
+ABOVE_THE_BOUNDARY = ("engine.spec", "engine.layout", "engine.errors", "engine.store", "engine.statistics",
+                      "engine.rows")
 HEAVY = {"torch", "vllm", "megatron", "transformers", "tensordict", "ray"}
 BACKENDS = {"megatron": "engine/backends/megatron", "vllm": "engine/backends/vllm"}
 

@@ -1,18 +1,48 @@
-"""Whether a row has the form of a prompt, and the prompt's digest: equal prompts are found by it."""
+"""Rows of data: read from JSON lines, checked for the form of a prompt, known by the digest of what they ask.
 
+Standard library only: the landing of prompts judges files by the same rules as the prepare stage.
+"""
+
+import gzip
 import hashlib
 import json
 import math
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
-from engine.prepare.sources import SUFFIXES, BadRow, Row
 from engine.spec.prepare import FileSource
 
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+MAX_LINE_BYTES = 16 << 20
+"""A longer line is a bad row: memory must not depend on the file."""
 ROLES = ("system", "user", "assistant", "tool")
 DIGEST_BYTES = 16
 """128 bits: a chance collision among a billion prompts is less likely than 1e-20."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read."""
+
+    file: str
+    line: int
+    """From 1; the row's number in formats without lines."""
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One row that cannot be used: a line of the quarantine file."""
+
+    file: str
+    line: int
+    kind: str
+    """What it is counted under: utf8, json, gzip, schema, empty, equal, template, duplicate, overlap,
+    overlong."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -60,8 +90,20 @@ class Candidate:
         return [[message["role"], message["content"].strip()] for message in self.content]
 
 
-def _digest(parts: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).digest()
+def read_lines(uri: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+    """The rows of a file of JSON lines (gzip when the name ends in `.gz`), one in memory at a time."""
+    lines = gzip.GzipFile(fileobj=stream) if uri.endswith(".gz") else stream
+    number = 0
+    try:
+        while content := lines.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(content) == MAX_LINE_BYTES and not content.endswith(b"\n"):
+                _skip_line(lines)
+                yield BadRow(uri, number, "json", f"line is longer than {MAX_LINE_BYTES} bytes")
+            elif content.strip():
+                yield _parse_line(uri, number, content)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        yield BadRow(uri, number + 1, "gzip", f"truncated or corrupt gzip: {error}; the rest of the file is lost")
 
 
 class _Wrong(ValueError):
@@ -81,8 +123,7 @@ def check_row(row: Row, source: FileSource, chat: bool, responses: tuple[str, ..
         if chat and isinstance(content, str):
             content = [{"role": "user", "content": content}]
         texts = _take_responses(fields, [getattr(source, f"{name}_field") for name in responses])
-        answered = source.answer_field is not None and not responses
-        answer = _as_text(_take(fields, source.answer_field)) if answered else ""
+        answer = "" if responses or source.answer_field is None else _as_text(_take(fields, source.answer_field))
         task = fields.pop(source.task_field, None) if source.task_field else None
         tools = fields.pop(source.tools_field, None) if source.tools_field else None
         if tools is not None and not isinstance(tools, list):
@@ -92,6 +133,33 @@ def check_row(row: Row, source: FileSource, chat: bool, responses: tuple[str, ..
                          responses=texts)
     except _Wrong as wrong:
         return BadRow(row.file, row.line, *wrong.args)
+
+
+def _skip_line(lines: Any) -> None:
+    while (content := lines.readline(MAX_LINE_BYTES)) and not content.endswith(b"\n"):
+        continue
+
+
+def _parse_line(uri: str, number: int, content: bytes) -> Row | BadRow:
+    try:
+        text = content.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        return BadRow(uri, number, "utf8", f"bad UTF-8 at byte {error.start} of the line: {error.reason}")
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        return BadRow(uri, number, "json", f"not JSON: {error}")
+    if not isinstance(fields, dict):
+        return BadRow(uri, number, "schema", f"not an object but {type(fields).__name__}")
+    return Row(uri, number, fields)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _digest(parts: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _take(fields: dict[str, Any], name: str) -> Any:
