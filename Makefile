@@ -6,7 +6,9 @@ MAKEFLAGS += --no-print-directory
 ENGINE ?= cpu
 PRESET ?= default
 BENCH ?= $(filter-out __%,$(notdir $(basename $(wildcard benchmarks/*.py))))
-PIPELINE_BENCHMARKS := dag_parse
+PIPELINE_BENCHMARKS := dag_parse recovery
+KILLS ?= 200
+SEED ?= 1
 
 engine := .venv/engine/bin/python
 pipeline := .venv/pipeline/bin/python
@@ -51,8 +53,8 @@ bench: setup  ## All benchmarks, or BENCH="rollout iteration"
 	  echo "== benchmarks/$$name.py"; $$python benchmarks/$$name.py; \
 	done
 
-chaos: setup  ## Kill a pipeline again and again: it must end with the same weights
-	@$(pipeline) -m pytest tests/pipeline -m chaos
+chaos: setup  ## Kill a pipeline again and again: it must end with the same weights (KILLS=200 SEED=1)
+	@CHAOS_KILLS=$(KILLS) CHAOS_SEED=$(SEED) $(pipeline) -m pytest tests/pipeline -m chaos -s
 
 lock:  ## Resolve requirements/*.in into the lock files (UPGRADE=1 takes newer versions)
 	@bash requirements/lock.sh $(if $(UPGRADE),--upgrade)

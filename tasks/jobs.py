@@ -145,6 +145,12 @@ def read_result(directory: Path) -> RunResult | None:
         return None
 
 
+def got_further(directory: Path) -> bool:
+    """Whether this attempt, the last one, completed an iteration that no attempt before it had completed."""
+    earlier = [_iterations(path) for path in (directory / "attempts").glob("*")]
+    return _iterations(directory) > max(earlier, default=0)
+
+
 def kill(directory: Path, launcher: Launcher) -> None:
     """End every process of a job and write that it was killed. Nothing happens to a job that has ended."""
     if state_of(directory, launcher).phase not in ("running", "lost"):
@@ -233,6 +239,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _iterations(attempt: Path) -> int:
+    """Iterations of the stage that were complete when an attempt ended; those it resumed from included."""
+    return (read_json(attempt / PROGRESS_FILE) or {}).get("iteration", 0)
 
 
 def _make_private(directory: Path) -> None:

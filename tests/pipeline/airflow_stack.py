@@ -19,7 +19,7 @@ MAX_STAGES = 3
 class Airflow:
     """A running stack, and what tests do with it."""
 
-    def __init__(self, home: Path, engine: Path):
+    def __init__(self, home: Path, engine: Path, environment: dict[str, str] | None = None):
         """Args: home: an empty directory; engine: the interpreter of the engine, or what stands in for it."""
         self.home = home
         self.plan_file = home / "plan.json"
@@ -32,7 +32,7 @@ class Airflow:
         (home / "ports.json").write_text(json.dumps({"airflow": free_port(28080), "mlflow": free_port(25000)}))
         self.stack = Stack(home, environment={
             "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
-            "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES)})
+            "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES)} | (environment or {}))
 
     def __enter__(self) -> "Airflow":
         try:
