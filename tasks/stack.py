@@ -296,8 +296,6 @@ AIRFLOW_SETTINGS = {
     "AIRFLOW__DAG_PROCESSOR__DAG_FILE_PROCESSOR_TIMEOUT": "360",
     "AIRFLOW__DAG_PROCESSOR__STALE_DAG_THRESHOLD": "900",
     "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.3",
-    # Tasks of a scheduler that died are given out again half a minute after its last sign, not after five.
-    "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "15",
     # A person's kill is noticed at the next heartbeat; the whole kill has 5 s.
     "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
     # At one every 2 s: a task lives through 5 minutes without an API server.

@@ -35,7 +35,7 @@ def plan(seed: int, count: int) -> list[Kill]:
     chance = random.Random(seed)
     targets = [TARGETS[i % len(TARGETS)] for i in range(count)]
     chance.shuffle(targets)
-    return [Kill(target, chance.randint(0, 4), round(chance.uniform(0.0, 3.0), 2)) for target in targets]
+    return [Kill(target, chance.randint(0, 3), round(chance.uniform(0.0, 2.0), 2)) for target in targets]
 
 
 class Killer:
