@@ -45,6 +45,10 @@ LONGEST_NAME = 200
 """Characters of an id in a path: file systems take 255, Airflow's ids may be as long."""
 HAND_OVER_LIMIT_S = 30.0
 
+STALL_LIMITS_S = {"prepare": 3600, "evaluate": 4 * 3600, "report": 3600}
+"""Without a sign of progress for so long a job is ended as hung, where its spec does not say; an evaluation gives one a
+model, the others many."""
+
 RUN_FILES = (METRICS_FILE, OUTBOX_FILE, SENT_FILE)
 """What all attempts of one spec add to."""
 
@@ -116,7 +120,7 @@ def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = 
         write_atomic(directory / SPEC_HASH_FILE, hashlib.sha256(text.encode()).hexdigest() + "\n")
         ranks = spec.layout.world_size if isinstance(spec, TrainingSpec) else getattr(spec, "world_size", 1)
         launcher.start(directory, spec.stage, attempt=attempt, ranks=ranks,
-                       stall_limit_s=spec.stall_limit_s if isinstance(spec, TrainingSpec) else None)
+                       stall_limit_s=getattr(spec, "stall_limit_s", None) or STALL_LIMITS_S[spec.stage])
         return Submission(state_of(directory, launcher), adopted=False)
 
 
