@@ -300,6 +300,9 @@ AIRFLOW_SETTINGS = {
     "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
     # At one every 2 s: a task lives through 5 minutes without an API server.
     "AIRFLOW__WORKERS__MAX_FAILED_HEARTBEATS": "150",
+    # A task that ends meanwhile asks as long, 8 s between two tries, before it gives up on saying so.
+    "AIRFLOW__WORKERS__EXECUTION_API_RETRIES": "40",
+    "AIRFLOW__WORKERS__EXECUTION_API_RETRY_WAIT_MAX": "15",
     "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
 }
 MLFLOW_SETTINGS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}

@@ -10,10 +10,15 @@ from tasks.stack import AIRFLOW_SETTINGS, answers
 from tests.pipeline.airflow_stack import Airflow
 
 
-def patience_s() -> float:
-    """Seconds that a task of the local stack lives without an API server."""
-    return (float(AIRFLOW_SETTINGS["AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL"])
-            * int(AIRFLOW_SETTINGS["AIRFLOW__WORKERS__MAX_FAILED_HEARTBEATS"]))
+def patience_s() -> tuple[float, float]:
+    """Seconds that a task of the local stack lives without an API server: while it runs, and (on average) at its end."""
+    def number(name: str) -> float:
+        return float(AIRFLOW_SETTINGS[f"AIRFLOW__WORKERS__{name}"])
+
+    # Airflow waits between 1 s and the longest, any time as likely, from the fourth try on.
+    pause = (1 + number("EXECUTION_API_RETRY_WAIT_MAX")) / 2
+    return (number("MIN_HEARTBEAT_INTERVAL") * number("MAX_FAILED_HEARTBEATS"),
+            pause * (number("EXECUTION_API_RETRIES") - 4))
 
 
 @contextlib.contextmanager

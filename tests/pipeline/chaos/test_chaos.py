@@ -14,6 +14,7 @@ from tasks import jobs
 from tasks.tracking import mlflow_client
 from tests.pipeline.chaos import killer
 from tests.pipeline.chaos.conftest import CANARIES
+from tests.pipeline.chaos.outage import away
 from tests.pipeline.chaos.undisturbed import learned
 
 STAGES = ("stage_1.train", "stage_2.train")
@@ -40,6 +41,23 @@ def test_runs_that_are_killed_at_every_moment_end_as_if_nothing_had_happened(sta
     seed, count = killer.chosen("CHAOS_SEED", 1), killer.chosen("CHAOS_KILLS", 200)
     print(f"\nchaos: seed {seed}, {count} kills", flush=True)
     disturb(stack, undisturbed, tmp_path, killer.plan(seed, count), f"chaos-{seed}")
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1500)
+def test_two_minutes_without_an_api_server_in_mid_training_change_nothing(stack, undisturbed, tmp_path):
+    run_id = stack.api.trigger("train_ppo", {"preset": "real"}, "away")
+    stack.wait(lambda: '"ready"' in log_of(stack, run_id))
+    with away(stack, "api-server", seconds=120):
+        pass
+    assert set(stack.finished(run_id, seconds=RUN_LIMIT_S).values()) == {"success", "skipped"}
+    assert {ti["try_number"] for ti in stack.api.tasks("train_ppo", run_id).values()} <= {0, 1}
+    check(stack, undisturbed, tmp_path / run_id, run_id)
+
+
+def log_of(stack, run_id):
+    path = stack.job(run_id, STAGES[0]) / "log.txt"
+    return path.read_text() if path.exists() else ""
 
 
 def disturb(stack, undisturbed, directory, kills, name):

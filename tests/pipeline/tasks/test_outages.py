@@ -16,7 +16,7 @@ from tests.pipeline.chaos.outage import away, patience_s
 
 
 def test_a_task_lives_through_four_minutes_without_an_api_server():
-    assert patience_s() >= 240
+    assert min(patience_s()) >= 240
 
 
 def started(airflow, run_id, task_id="stage_1.train"):
@@ -31,10 +31,11 @@ def attempts_of(airflow, run_id):
 
 @pytest.mark.slow
 def test_an_outage_of_the_api_server_longer_than_three_heartbeats_disturbs_no_task(airflow):
-    airflow.plan({"away/stage_1.train": [{"seconds": 15}]})
+    # It ends in the middle: the task has to keep its result until somebody takes it.
+    airflow.plan({"away/stage_1.train": [{"seconds": 10}]})
     run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "away")
     started(airflow, run)
-    with away(airflow, "api-server", seconds=20):
+    with away(airflow, "api-server", seconds=35):
         pass
     assert airflow.finished(run)["register"] == "success"
     assert airflow.api.tasks("train_ppo", run)["stage_1.train"]["try_number"] == 1
