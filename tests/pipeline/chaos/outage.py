@@ -11,7 +11,7 @@ from tests.pipeline.airflow_stack import Airflow
 
 
 def patience_s() -> tuple[float, float]:
-    """Seconds that a task of the local stack lives without an API server: while it runs, and (on average) at its end."""
+    """Seconds that a task of the local stack lives without an API server: while it runs, and at its end."""
     def number(name: str) -> float:
         return float(AIRFLOW_SETTINGS[f"AIRFLOW__WORKERS__{name}"])
 

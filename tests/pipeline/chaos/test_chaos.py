@@ -8,9 +8,11 @@ from collections import Counter
 
 import pytest
 
+from engine.errors import FaultError
 from engine.spec import RunResult
 from engine.store import download_dir, hash_model_dir
 from tasks import jobs
+from tasks.stack import answers
 from tasks.tracking import mlflow_client
 from tests.pipeline.chaos import killer
 from tests.pipeline.chaos.conftest import CANARIES
@@ -67,17 +69,26 @@ def disturb(stack, undisturbed, directory, kills, name):
     while killing.left:
         number += 1
         run_id = f"{name}-{number}"
-        stack.wait(lambda: stack.api.call("GET", "/version"))
         stack.api.trigger("train_ppo", {"preset": "real"}, run_id)
         with killing.disturbing(run_id):
-            states = stack.finished(run_id, seconds=RUN_LIMIT_S)
-        tries = {task: ti["try_number"] for task, ti in stack.api.tasks("train_ppo", run_id).items()}
+            stack.wait(lambda run_id=run_id: ended(stack, run_id), RUN_LIMIT_S)
+        stack.wait(lambda: answers(f"{stack.stack.airflow_url}/api/v2/version"))
+        tasks = stack.api.tasks("train_ppo", run_id)
+        states, tries = ({task: ti[key] for task, ti in tasks.items()} for key in ("state", "try_number"))
         print(f"{run_id}: {dict(Counter(states.values()))}, {time.monotonic() - begin:.0f} s so far, tries {tries}")
         assert set(states.values()) == {"success", "skipped"}, states
         check(stack, undisturbed, directory / run_id, run_id)
     targets = Counter(line.split(": ")[1].split(" (")[0] for line in killing.done)
     print(f"{len(killing.done)} kills {dict(targets)} in {number} runs, {time.monotonic() - begin:.0f} s", flush=True)
     assert len(killing.done) == len(kills)
+
+
+def ended(stack, run_id):
+    """Whether the run is over; nobody knows while the API server is dead."""
+    try:
+        return stack.api.run("train_ppo", run_id)["state"] in ("success", "failed")
+    except FaultError:
+        return False
 
 
 def check(stack, undisturbed, directory, run_id):
