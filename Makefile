@@ -56,7 +56,7 @@ bench: setup  ## All benchmarks, or BENCH="rollout iteration"
 chaos: setup  ## Kill a pipeline again and again: it must end with the same weights (KILLS=200 SEED=1)
 	@CHAOS_KILLS=$(KILLS) CHAOS_SEED=$(SEED) $(pipeline) -m pytest tests/pipeline -m chaos -s
 
-audit:  ## Look the lock files up in PyPI's advisories (needs pypi.org; a mirror without them is an error)
+audit:  ## Look the lock files up in PyPI's advisories (a mirror without them is an error)
 	@test -x .venv/audit/bin/pip-audit || { python3 -m venv .venv/audit && .venv/audit/bin/pip install -q pip-audit; }
 	@.venv/audit/bin/pip-audit --strict --no-deps --disable-pip $(addprefix -r requirements/,pipeline.txt engine-cpu.txt engine-gpu.txt)
 
