@@ -1,6 +1,7 @@
 """A stack with an object store, the real engine, and canaries for credentials; the same training undisturbed."""
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     if not Path(REAL_ENGINE).exists():
         pytest.skip("no engine environment; `make setup`")
     home = tmp_path_factory.mktemp("chaos")
-    port = free_port(26000)
+    port = free_port(21000 + 10 * (os.getpid() % 200))
     made = Airflow(home, Path(REAL_ENGINE), {
         **CANARIES, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1",
         "RATCHET_STORE": "s3://bucket/ratchet"})
