@@ -6,12 +6,14 @@ MAKEFLAGS += --no-print-directory
 ENGINE ?= cpu
 PRESET ?= default
 BENCH ?= $(filter-out __%,$(notdir $(basename $(wildcard benchmarks/*.py))))
-PIPELINE_BENCHMARKS := dag_parse pipeline
+PIPELINE_BENCHMARKS := dag_parse pipeline recovery
+KILLS ?= 200
+SEED ?= 1
 
 engine := .venv/engine/bin/python
 pipeline := .venv/pipeline/bin/python
 
-.PHONY: help setup check lint types test test-fast test-gpu demo bench chaos lock clean
+.PHONY: help setup check lint types test test-fast test-gpu demo bench chaos audit lock clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -51,8 +53,12 @@ bench: setup  ## All benchmarks, or BENCH="rollout iteration"
 	  echo "== benchmarks/$$name.py"; $$python benchmarks/$$name.py; \
 	done
 
-chaos: setup  ## Kill a pipeline again and again: it must end with the same weights
-	@$(pipeline) -m pytest tests/pipeline -m chaos
+chaos: setup  ## Kill a pipeline again and again: it must end with the same weights (KILLS=200 SEED=1)
+	@CHAOS_KILLS=$(KILLS) CHAOS_SEED=$(SEED) $(pipeline) -m pytest tests/pipeline -m chaos -s
+
+audit:  ## Look the lock files up in PyPI's advisories (a mirror without them is an error)
+	@test -x .venv/audit/bin/pip-audit || { python3 -m venv .venv/audit && .venv/audit/bin/pip install -q pip-audit; }
+	@.venv/audit/bin/pip-audit --strict --no-deps --disable-pip $(addprefix -r requirements/,pipeline.txt engine-cpu.txt engine-gpu.txt)
 
 lock:  ## Resolve requirements/*.in into the lock files (UPGRADE=1 takes newer versions)
 	@bash requirements/lock.sh $(if $(UPGRADE),--upgrade)

@@ -82,7 +82,7 @@ PARAMS = {
         description="When this run's tasks are cleared after its preset changed: replace jobs that hold another spec."),
 }
 
-RETRIES = {"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
+RETRIES = {"retries": 10, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
            "max_retry_delay": timedelta(minutes=10), "on_failure_callback": training.failed}
 ON_GPUS = {"pool": "gpus", "pool_slots": deployment.pool_slots()}
 

@@ -48,6 +48,10 @@ LONGEST_NAME = 200
 """Characters of an id in a path: file systems take 255, Airflow's ids may be as long."""
 HAND_OVER_LIMIT_S = 30.0
 
+STALL_LIMITS_S = {"prepare": 3600, "evaluate": 4 * 3600, "report": 3600}
+"""Without a sign of progress for so long a job is ended as hung, where its spec does not say; an evaluation gives one a
+model, the others many."""
+
 RUN_FILES = (METRICS_FILE, OUTBOX_FILE, SENT_FILE)
 """What all attempts of one spec add to."""
 
@@ -125,7 +129,7 @@ def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = 
         write_atomic(directory / SPEC_HASH_FILE, hashlib.sha256(text.encode()).hexdigest() + "\n")
         ranks = spec.layout.world_size if isinstance(spec, TrainingSpec) else getattr(spec, "world_size", 1)
         launcher.start(directory, spec.stage, attempt=attempt, ranks=ranks,
-                       stall_limit_s=spec.stall_limit_s if isinstance(spec, TrainingSpec) else None)
+                       stall_limit_s=getattr(spec, "stall_limit_s", None) or STALL_LIMITS_S[spec.stage])
         return Submission(state_of(directory, launcher), adopted=False)
 
 
@@ -152,6 +156,12 @@ def read_result(directory: Path) -> RunResult | None:
         return RunResult.model_validate_json((directory / RESULT_FILE).read_text())
     except (OSError, ValidationError):
         return None
+
+
+def got_further(directory: Path) -> bool:
+    """Whether this attempt, the last one, completed an iteration that no attempt before it had completed."""
+    earlier = [_iterations(path) for path in (directory / "attempts").glob("*")]
+    return _iterations(directory) > max(earlier, default=0)
 
 
 def kill(directory: Path, launcher: Launcher) -> None:
@@ -249,6 +259,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _iterations(attempt: Path) -> int:
+    """Iterations of the stage that were complete when an attempt ended; those it resumed from included."""
+    return (read_json(attempt / PROGRESS_FILE) or {}).get("iteration", 0)
 
 
 def _make_private(directory: Path) -> None:

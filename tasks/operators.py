@@ -97,9 +97,24 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
     def poll_until_complete(self, external_id: Any, context: Context) -> dict[str, Any]:
         """Show the log until the job has ended; its result.
 
+        An attempt that was broken off by a fault but got further than those before it is followed by the next one at
+        once: a job may be killed any number of times, and only faults without progress use up Airflow's retries.
+
         Raises:
             AirflowFailException: exit 2 or 4, never retried. AirflowException: any other end but 0.
         """
+        while True:
+            state, lines = self._follow()
+            if state.phase == "done":
+                return self.get_job_result(external_id, context)
+            failure = self._failure(state, lines)
+            if isinstance(failure, AirflowFailException) or not jobs.got_further(self._directory):
+                raise failure
+            self.log.warning("%s; it got further than the attempt before, so the next one begins", failure)
+            self.submit_job(context)
+
+    def _follow(self) -> tuple[jobs.JobState, list[str]]:
+        """Show the log of the running attempt; how it ended, and its last lines."""
         follower = LogFollower(self._directory / LOG_FILE, last_lines=REATTACH_LINES if self._adopted else None)
         while True:
             state = jobs.state_of(self._directory, self._launcher)
@@ -108,13 +123,12 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             for line in lines:
                 self.log.info("%s", readable(line))
             if self._killed:
+                # Once more: the signal may have come just before the job was started.
+                jobs.kill(self._directory, self._launcher)
                 raise AirflowException("the task was stopped; its engine job has been ended")
             if ended:
-                break
+                return state, lines
             time.sleep(POLL_S)
-        if state.phase != "done":
-            raise self._failure(state, lines)
-        return self.get_job_result(external_id, context)
 
     def get_job_result(self, external_id: Any, context: Context) -> dict[str, Any]:
         """The result of a finished job."""

@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +29,7 @@ from engine.store import write_atomic
 from tasks import deployment, jobs
 from tasks.airflow_api import AirflowAPI
 from tasks.launchers import local
-from tasks.launchers.processes import Mark, identity, session_of
+from tasks.launchers.processes import JOB_VARIABLE, Mark, identity, session_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STACK_VARIABLE = "RATCHET_STACK"
@@ -41,6 +41,8 @@ START_LIMIT_S = 300.0
 TASK_GRACE_S = 8.0
 STOP_GRACE_S = 5.0
 LONGEST_BACKOFF_S = 30.0
+STEADY_S = 60.0
+"""What lived for so long had started well: its earlier deaths no longer count."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class Component:
     """Its own, beside the stack's."""
     process: subprocess.Popen | None = None
     deaths: int = 0
-    restart_at: float = field(default=0.0)
+    """In a row."""
+    started_at: float = 0.0
+    restart_at: float = 0.0
 
 
 class Stack:
@@ -96,7 +100,9 @@ class Stack:
         """
         self._prepare_home()
         self._lock = self._take_lock()
-        # Left over from a stack that was killed: its components hold the ports and the database.
+        # Left over from a stack that was killed: its components hold the ports and the database. Its tasks without a
+        # word: on SIGTERM they would end their engine jobs, which the next try of each takes over.
+        self._mark("scheduler").kill()
         self._end_components()
         self._choose_ports()
         python, airflow = sys.executable, [sys.executable, "-m", "airflow"]
@@ -155,7 +161,7 @@ class Stack:
 
     def processes(self) -> set[int]:
         """Pids of all processes of the stack, without engine jobs."""
-        return Mark(self.home, STACK_VARIABLE, self._sessions()).processes()
+        return self._mark().processes()
 
     def environment(self) -> dict[str, str]:
         """The environment of every component."""
@@ -239,20 +245,24 @@ class Stack:
             component.process = subprocess.Popen(
                 component.command, env=self.environment() | component.environment, cwd=self.home,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        component.started_at = time.monotonic()
         self._records[component.name] = identity(component.process.pid)
         write_atomic(self.home / STATE_FILE, json.dumps({
             "airflow": self.airflow_url, "mlflow": self.mlflow_url, "components": self._records}))
 
     def _end_components(self) -> None:
         # The scheduler and its tasks first: while the API lives a task can end its engine and say that it was stopped.
-        Mark(self.home, None, self._sessions("scheduler")).end(grace_s=TASK_GRACE_S)
-        left = Mark(self.home, STACK_VARIABLE, self._sessions()).end(grace_s=STOP_GRACE_S)
+        self._mark("scheduler").end(grace_s=TASK_GRACE_S)
+        left = self._mark().end(grace_s=STOP_GRACE_S)
         if left:
             raise FaultError(f"processes {sorted(left)} of the stack in {self.home} survive SIGKILL")
 
-    def _sessions(self, only: str | None = None) -> frozenset[int]:
+    def _mark(self, only: str | None = None) -> Mark:
+        """The processes of one component, or of all; engine jobs, which tasks have started, are none of them."""
         recorded = (jobs.read_json(self.home / STATE_FILE) or {}).get("components", {})
-        return frozenset(pid for name, record in recorded.items() if only in (None, name) for pid in session_of(record))
+        sessions = frozenset(
+            pid for name, record in recorded.items() if only in (None, name) for pid in session_of(record))
+        return Mark(self.home, None if only else STACK_VARIABLE, sessions, spared=JOB_VARIABLE)
 
     def _wait_for(self, component: Component, url: str) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -276,6 +286,8 @@ class Stack:
         if component.process is not None:
             if component.process.poll() is None:
                 return
+            if now - component.started_at > STEADY_S:
+                component.deaths = 0
             delay = min(LONGEST_BACKOFF_S, 2.0 ** component.deaths / 2)
             component.deaths += 1
             component.restart_at = now + delay
@@ -283,6 +295,9 @@ class Stack:
             component.process = None
         if now < component.restart_at:
             return
+        # A server's workers hold its port; a scheduler's go on with tasks that the next one gives to others. Not by
+        # SIGTERM: a task would end its engine job.
+        self._mark(component.name).kill()
         self._spawn(component)
 
     def _last_line(self, name: str) -> str:
@@ -307,6 +322,9 @@ AIRFLOW_SETTINGS = {
     "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
     # At one every 2 s: a task lives through 5 minutes without an API server.
     "AIRFLOW__WORKERS__MAX_FAILED_HEARTBEATS": "150",
+    # A task that ends meanwhile asks as long, 8 s between two tries, before it gives up on saying so.
+    "AIRFLOW__WORKERS__EXECUTION_API_RETRIES": "40",
+    "AIRFLOW__WORKERS__EXECUTION_API_RETRY_WAIT_MAX": "15",
     "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
 }
 MLFLOW_SETTINGS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}

@@ -2,7 +2,9 @@
 
 The LocalExecutor forks a process per task, so what is loaded here a task does not load again: MLflow's client alone
 takes seconds. Waits for the API server before it starts, because a scheduler without one burns the retries of its
-tasks. `python -m tasks.warm_scheduler API_URL`.
+tasks. Takes over at once from the scheduler before it, which the stack has ended with all its tasks: Airflow by itself
+waits half a minute for a dead scheduler to come back, and looks again after five. `python -m tasks.warm_scheduler
+API_URL`.
 """
 
 import sys
@@ -19,8 +21,20 @@ def main(api_url: str) -> None:
 
     while not _answers(f"{api_url}/api/v2/version"):
         time.sleep(0.2)
+    take_over()
     sys.argv = ["airflow", "scheduler", "--skip-serve-logs"]
     airflow()
+
+
+def take_over() -> None:
+    """Record that no other scheduler of this stack runs: the next one gives out its tasks again when it starts."""
+    from airflow.jobs.job import Job, JobState
+    from airflow.utils.session import create_session
+    from sqlalchemy import update
+
+    with create_session() as session:
+        session.execute(update(Job).where(Job.job_type == "SchedulerJob", Job.state == JobState.RUNNING)
+                        .values(state=JobState.FAILED))
 
 
 def _answers(url: str) -> bool:

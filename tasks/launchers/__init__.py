@@ -13,7 +13,7 @@ LAUNCHERS = ("local",)
 class Launcher(Protocol):
     """What every launcher offers. `record` is the content of job.json."""
 
-    def start(self, directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int | None = None) -> None:
+    def start(self, directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int) -> None:
         """Start `python -m engine STAGE DIRECTORY` and return when job.json says so.
 
         Args: attempt: given to the engine as RATCHET_ATTEMPT; stall_limit_s: without progress for so long it is ended.

@@ -22,9 +22,9 @@ class DeadMan:
     Time is counted in looks and not by a clock: when the machine stood still, or its clock jumped, nobody is late.
     """
 
-    def __init__(self, path: Path, *, heartbeat_limit_s: float, first_limit_s: float, stall_limit_s: float | None,
+    def __init__(self, path: Path, *, heartbeat_limit_s: float, first_limit_s: float, stall_limit_s: float,
                  tick_s: float = TICK_S):
-        """Args: path: need not exist yet; stall_limit_s: longest time between two moves, None: any."""
+        """Args: path: need not exist yet; stall_limit_s: longest time between two moves."""
         self._path, self._tick_s = path, tick_s
         self._limit_s, self._first_limit_s, self._stall_limit_s = heartbeat_limit_s, first_limit_s, stall_limit_s
         self._last: dict[str, int] = {}
@@ -44,7 +44,8 @@ class DeadMan:
         limit_s = self._limit_s if beat else self._first_limit_s
         if self._silent_s > limit_s:
             return f"no heartbeat for {self._silent_s:.0f} s (limit {limit_s:.0f} s)"
-        if self._stall_limit_s is not None and beat and self._still_s > self._stall_limit_s:
-            return (f"no progress for {self._still_s:.0f} s although the process lives (stall_limit_s "
-                    f"{self._stall_limit_s:.0f}; raise it if a phase may take longer)")
+        if beat and self._still_s > self._stall_limit_s:
+            return (f"no progress for {self._still_s:.0f} s although the process lives (limit "
+                    f"{self._stall_limit_s:.0f} s; a training's is stall_limit_s of its spec: raise it if a phase may "
+                    "take longer)")
         return None

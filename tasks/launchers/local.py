@@ -25,7 +25,7 @@ FOREIGN_HEARTBEAT_S = 60.0
 PRIVATE_PREFIXES = ("AIRFLOW_", "_AIRFLOW", "__AIRFLOW", "RATCHET_STACK")
 
 
-def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int | None = None) -> None:
+def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int) -> None:
     """Start the wrapper of a job and wait until it has written job.json."""
     root = Path(__file__).resolve().parents[2]
     slots, need, gpus = slots_for(stage, ranks)

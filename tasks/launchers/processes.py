@@ -73,11 +73,13 @@ class Mark:
     """Environment variable that holds the directory; None: only `sessions` count."""
     sessions: frozenset[int] = frozenset()
     """Sessions that belong to it."""
+    spared: str | None = None
+    """Environment variable of processes that do not belong to it, nor what descends from them, whoever started them."""
 
     def processes(self) -> set[int]:
         """Pids of all live processes, the caller excluded."""
         marker = f"{self.variable}={self.directory}".encode() if self.variable else None
-        processes = {p.pid: p for p in map(read_process, _pids()) if p is not None}
+        processes = {p.pid: p for p in map(read_process, _pids()) if p is not None and not self._spares(p.pid)}
         members = {pid for pid, p in processes.items() if p.session in self.sessions
                    or (marker and marker in _environment(pid))}
         children: dict[int, list[int]] = {}
@@ -101,14 +103,24 @@ class Mark:
         """
         send(self.processes(), signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
+        return self.kill(limit_s=limit_s)
+
+    def kill(self, *, limit_s: float = 2.0) -> set[int]:
+        """SIGKILL to every process, without a word to any of them before.
+
+        Args and returns: as of `end`.
+        """
         deadline = time.monotonic() + limit_s
-        while left and time.monotonic() < deadline:
+        while (left := self.processes()) and time.monotonic() < deadline:
             send(left, signal.SIGKILL)
             time.sleep(0.05)
-            left = self.processes()
         return left
+
+    def _spares(self, pid: int) -> bool:
+        prefix = f"{self.spared}=".encode()
+        return self.spared is not None and any(entry.startswith(prefix) for entry in _environment(pid))
 
 
 def send(pids: set[int], signum: int) -> None:

@@ -1,5 +1,6 @@
 """The train stage as a job: `python -m engine train DIR`, on real Megatron and vLLM, one to two processes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine import store
@@ -153,6 +155,8 @@ def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, genera
     rollout = {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20, "layout": {"tp": generation}}
     job = write_job(world, f"layout-{'-'.join(layout)}", layout=layout, rollout=rollout, iterations=2)
     run(job)
+    if layout == {"dp": 2}:
+        check_one_dead_rank(world, job)
     # Adam turns a gradient near zero into a step of full size, whatever its sign: rounding shows after one update.
     for expected, found, tolerance in zip(metrics_of(undisturbed), metrics_of(job), (1e-4, 2e-2), strict=False):
         assert found["rollout/logprob_gap"] < 1e-4
@@ -160,6 +164,36 @@ def test_two_ranks_learn_what_one_rank_learns(world, undisturbed, layout, genera
                      "critic/grad_norm", "actor/entropy"):
             assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-5), name
     assert any(0 < row["reward/mean"] < 1 for row in metrics_of(job))
+
+
+def check_one_dead_rank(world, undisturbed):
+    """All ranks end with the one that died, none waits for it for ever, and together they go on (kubeflow #2000)."""
+    spec = json.loads((undisturbed / "spec.json").read_text())
+    job = write_job(world, "dead-rank", checkpoint_every=1, **{k: spec[k] for k in ("layout", "rollout", "iterations")})
+    process = start(job)
+    deadline = time.monotonic() + 300
+    while not (job / "checkpoints" / "step-000001").exists():
+        assert process.poll() is None and time.monotonic() < deadline, (job / "log.txt").read_text()[-3000:]
+        time.sleep(0.01)
+    ranks = ranks_of(job)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait(timeout=60) == 3
+    assert not ranks_of(job)
+    run(job)
+    assert '"resumed"' in (job / "log.txt").read_text()
+    expected, found = weights_of(str(undisturbed / "export")), weights_of(str(job / "export"))
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def ranks_of(job: Path) -> dict[int, int]:
+    """Pids of a job's live ranks."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, KeyError):  # it has just ended; the parent of the ranks has no number
+            if str(job) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found[int(process.environ()["RANK"])] = process.pid
+    return found
 
 
 CANARIES = {"AWS_SESSION_TOKEN": "CANARYTOKEN", "OPENAI_API_KEY": "CANARYKEY", "MLFLOW_TRACKING_PASSWORD": "CANARYWORD",

@@ -1,6 +1,7 @@
 """Airflow and MLflow for tests: the product's own local stack in a directory of its own, its engine a stand-in."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ NEW_YEAR = "0 0 1 1 *"
 class Airflow:
     """A running stack, and what tests do with it."""
 
-    def __init__(self, home: Path, engine: Path, databases: Databases | None = None):
+    def __init__(self, home: Path, engine: Path, databases: Databases | None = None,
+                 environment: dict[str, str] | None = None):
         """Args: home: an empty directory; engine: the engine's interpreter or its stand-in; databases: not SQLite."""
         self.home = home
         self.plan_file = home / "plan.json"
@@ -33,12 +35,15 @@ class Airflow:
         write_model(home / "models" / "tiny")
         real = yaml.safe_load(Path("examples/tiny.yaml").read_text())
         self.write_preset("real", real | {"model": "models/real", "registry": {"model": "real"}})
-        (home / "ports.json").write_text(json.dumps({"airflow": free_port(28080), "mlflow": free_port(25000)}))
+        # Another session on this machine must not take the port of a server that was killed and is coming back.
+        offset = 10 * (os.getpid() % 200)
+        (home / "ports.json").write_text(json.dumps(
+            {"airflow": free_port(28080 + offset), "mlflow": free_port(25000 + offset)}))
         self.stack = Stack(home, databases=databases, environment={
             "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
             "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES),
             "RATCHET_PROMPTS": str(home / "inbox"), "RATCHET_LANDING_CRON": NEW_YEAR,
-            "RATCHET_RETRAIN_PRESET": "retrained", "RATCHET_RETRAIN_CRON": NEW_YEAR})
+            "RATCHET_RETRAIN_PRESET": "retrained", "RATCHET_RETRAIN_CRON": NEW_YEAR} | (environment or {}))
 
     def __enter__(self) -> "Airflow":
         try:

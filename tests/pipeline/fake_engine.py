@@ -5,7 +5,8 @@ path) a list of behaviours, one an attempt, the last one for all later attempts;
 model, by a part of its URI; under `real` parts of the directories of jobs that the real engine does. A behaviour may
 hold `seconds` to run, `exit` code, `ignore_sigterm`, `children` (processes in sessions of their own), `signal` (to die
 by), `half_line` (to die in), `result` (outputs and metrics), `torn` (an unreadable result), `say` (lines to print),
-`beats` and `moves` (seconds for which the heartbeat, and the progress in it, go on; it then only lives).
+`beats` and `moves` (seconds for which the heartbeat, and the progress in it, go on; it then only lives), `iteration`
+(that it got to).
 """
 
 import faulthandler
@@ -125,6 +126,7 @@ def main() -> int:
         subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)
     for line in do.get("say", []):
         print(line, flush=True)
+    (directory / "progress.json").write_text(json.dumps({"phase": stage, "iteration": do.get("iteration", 0)}))
     (directory / "started").touch()
     if "beats" in do:
         beat(directory, do["beats"], do.get("moves", 0))

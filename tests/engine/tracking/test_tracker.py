@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name
 
 from engine.spec import TrackingSpec
-from engine.spec.job import SENT_FILE
+from engine.spec.job import METRICS_FILE, SENT_FILE
 from engine.spec.tracking import clean_metric_name
 from engine.tracking import DatasetInput, Tracker, read_metrics
 from tests.mlflow_server import Forwarder, free_port
@@ -143,6 +144,19 @@ def test_what_was_sent_but_not_noted_is_not_counted_twice(tmp_path, client, run_
         tracker.log(5, {"reward/mean": 5, "bad": math.nan})
     assert _steps(client, run_id) == [(s, float(s)) for s in range(6)]
     assert len(client.get_metric_history(run_id, "bad")) == 6
+
+
+def test_a_clock_that_jumps_back_neither_loses_nor_reorders_a_step(tmp_path, client, run_id, monkeypatch):
+    """Steps say what came after what; the clock only says when."""
+    spec, hours = TrackingSpec(run_id=run_id), iter([20.0, 21.0, 3.0, 4.0, 1.0, 2.0])
+    monkeypatch.setattr("engine.tracking.time", SimpleNamespace(time=lambda: 1e9 + 3600 * next(hours)))
+    for attempt in range(3):
+        with Tracker(tmp_path, spec) as tracker:
+            for step in range(2 * attempt + 2):  # every attempt begins anew
+                tracker.log(step, {"reward/mean": step})
+    assert sorted(_steps(client, run_id)) == [(s, float(s)) for s in range(6)]
+    assert client.get_run(run_id).data.metrics["reward/mean"] == 5.0
+    assert [step for step, _, _ in read_metrics(tmp_path / METRICS_FILE)] == list(range(6))
 
 
 def test_a_refused_message_does_not_stop_the_others(tmp_path, client, run_id, caplog):

@@ -105,6 +105,18 @@ def test_a_fault_is_tried_again_a_refusal_and_bad_numerics_are_not(airflow, code
     assert states["register"] == ("success" if state == "success" else "upstream_failed")
 
 
+def test_faults_after_progress_use_up_no_retry(airflow):
+    """Attempts 1 and 2 get further each; 3 and 4 do not, so Airflow waits and counts before the next one."""
+    airflow.plan({"further/stage_1.train": [
+        {"exit": 3, "iteration": 1}, {"signal": 9, "iteration": 2}, {"exit": 3, "iteration": 2}, {"exit": 3}, {}]})
+    run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "further")
+    assert airflow.finished(run)["stage_1.train"] == "success"
+    assert (airflow.job(run, "stage_1.train") / "attempt").read_text().strip() == "5"
+    assert airflow.api.tasks("train_ppo", run)["stage_1.train"]["try_number"] == 3
+    log = airflow.api.log("train_ppo", run, "stage_1.train")
+    assert "ended by signal 9" in log and log.count("so the next one begins") == 2
+
+
 def test_the_last_words_of_an_engine_that_was_killed_are_in_the_task_log(airflow):
     airflow.plan({"killed/prepare": [{"half_line": "half a line", "signal": 9}, {"exit": 2}]})
     run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "killed")

@@ -38,11 +38,11 @@ def test_one_that_beats_without_progress_is_late_after_the_stall_limit(tmp_path)
     beats = [{"step": i, "moves": 3} for i in range(11)]
     verdicts = looks(tmp_path / "heartbeat", beats)
     assert verdicts[:9] == [None] * 9 and "no progress for 9 s although the process lives" in verdicts[9]
-    assert not any(looks(tmp_path / "heartbeat", beats, stall_limit_s=None))
+    assert not any(looks(tmp_path / "heartbeat", beats, stall_limit_s=12))
 
 
 def test_the_first_heartbeat_may_take_longer_and_a_torn_one_counts_as_none(tmp_path):
-    deadman = DeadMan(tmp_path / "heartbeat", heartbeat_limit_s=3, first_limit_s=6, stall_limit_s=None)
+    deadman = DeadMan(tmp_path / "heartbeat", heartbeat_limit_s=3, first_limit_s=6, stall_limit_s=8)
     assert [deadman.look() for _ in range(7)] == [None] * 6 + ["no heartbeat for 7 s (limit 6 s)"]
     assert looks(tmp_path / "heartbeat", [{"step": 1, "moves": 1}] + [None] * 4)[-1]
 
@@ -72,11 +72,13 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.parametrize(("stage", "behaviour", "said"), [
-    ("prepare", {"beats": 1, "seconds": 600, "ignore_sigterm": True, "children": 2}, "no heartbeat for"),
+    ("prepare", {"beats": 1, "moves": 1, "seconds": 600, "ignore_sigterm": True, "children": 2}, "no heartbeat for"),
     ("train", {"beats": 60, "moves": 1}, "no progress for"),
+    ("prepare", {"beats": 60, "moves": 1}, "no progress for"),
 ])
 def test_a_hung_engine_is_ended_with_all_its_processes_and_tried_again(deployment, monkeypatch, stage, behaviour, said):
     impatient(monkeypatch)
+    monkeypatch.setitem(jobs.STALL_LIMITS_S, "prepare", 60 if "progress" in said else 3600)
     directory = deployment.home / "jobs" / "d" / "r" / "t"
     deployment.plan({"t": [behaviour, {}]})
     spec = train_to(deployment.home) if stage == "train" else prepare_to(deployment.home / "prompts")

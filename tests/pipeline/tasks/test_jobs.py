@@ -162,6 +162,18 @@ def test_a_failed_job_gets_a_new_attempt_and_keeps_the_old_ones_files(deployment
     assert (directory / "attempts" / "1" / "log.txt").exists()
 
 
+def test_an_attempt_got_further_when_it_completed_what_none_before_it_had(deployment):
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    assert not jobs.got_further(directory)
+    found = []
+    deployment.plan({"t": [{"exit": 3, "iteration": reached} for reached in (0, 2, 2, 1, 3)]})
+    for _ in range(5):
+        jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
+        ended(directory)
+        found.append(jobs.got_further(directory))
+    assert found == [False, True, False, False, True]
+
+
 def test_an_interpreter_that_does_not_start_ends_the_job_with_a_reason(deployment, monkeypatch):
     broken = deployment.home / "broken"
     broken.write_text("#!/no/such/interpreter\n")

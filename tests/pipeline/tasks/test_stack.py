@@ -12,7 +12,8 @@ import pytest
 from engine.errors import FaultError
 from tasks import jobs, stack
 from tasks.launchers import local
-from tests.pipeline.tasks.test_jobs import prepare_to
+from tasks.launchers.processes import read_process
+from tests.pipeline.tasks.test_jobs import prepare_to, wait_for
 
 
 def test_a_port_in_use_is_passed_over():
@@ -74,6 +75,69 @@ def test_a_start_ends_what_a_killed_stack_left_but_not_its_engine_jobs(deploymen
     stack.Stack(deployment.home)._end_components()
     assert killed.processes() == set()
     assert jobs.state_of(directory, local).phase == "running"
+
+
+TASK = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+engine = subprocess.Popen(sleep, start_new_session=True, env=os.environ | {"RATCHET_JOB_DIR": "anywhere"})
+worker = subprocess.Popen(sleep)
+open(sys.argv[1] + ".part", "w").write(f"{engine.pid} {worker.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+"""A component with a child that is an engine job and one that is not."""
+
+
+@pytest.fixture
+def component(deployment):
+    """A stack whose scheduler is such a component, the component, its engine, its other child."""
+    made = stack.Stack(deployment.home, say=lambda line: None)
+    made._prepare_home()
+    made._choose_ports()
+    pids = deployment.home / "pids"
+    launched = made._launch("scheduler", [stack.sys.executable, "-c", TASK, str(pids)])
+    wait_for(pids.exists)
+    engine, worker = map(int, pids.read_text().split())
+    yield made, launched, engine, worker
+    os.kill(engine, signal.SIGKILL)
+    made._end_components()
+
+
+def alive(pid):
+    process = read_process(pid)
+    return process is not None and process.state not in "ZX"
+
+
+def test_ending_a_component_spares_the_engine_jobs_that_its_tasks_started(component):
+    made, launched, engine, worker = component
+    assert made.processes() == {launched.process.pid, worker}
+    made._end_components()
+    assert alive(engine) and not alive(worker)
+
+
+def test_what_a_dead_component_left_is_ended_before_it_starts_again(component):
+    made, launched, engine, worker = component
+    dead = launched.process
+    dead.kill()
+    dead.wait()
+    wait_for(lambda: made._revive(launched) or launched.process not in (None, dead))
+    assert alive(engine) and not alive(worker) and alive(launched.process.pid)
+
+
+def test_deaths_count_in_a_row_only(component):
+    made, launched, *_ = component
+    delays = []
+    for lived_s in (1, 1, 1, stack.STEADY_S + 1, 1):
+        launched.process.kill()
+        launched.process.wait()
+        now = stack.time.monotonic()
+        launched.started_at = now - lived_s
+        made._revive(launched)
+        delays.append(launched.restart_at - now)
+        launched.restart_at = 0.0
+        made._revive(launched)
+    assert delays == pytest.approx([0.5, 1, 2, 0.5, 1], abs=0.24)
 
 
 def test_the_client_listens_to_signals_as_to_ctrl_c():
