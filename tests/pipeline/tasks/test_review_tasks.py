@@ -33,6 +33,9 @@ class Task:
     def __init__(self, **left):
         self.left = left
 
+    def xcom_push(self, key, value):
+        self.left[f"_{key}"] = value
+
     def xcom_pull(self, task_ids, key="return_value"):
         return self.left.get(f"{task_ids}_{key}")
 
