@@ -94,8 +94,8 @@ def mlflow_ms_per_iteration() -> float:
             server.stop()
     assert said["arrived"] == TRACKED_ITERATIONS, f"{said['arrived']} of {TRACKED_ITERATIONS} iterations reached MLflow"
     print(f"  {said['log_ms']:.2f} ms a call (mean {said['mean_ms']:.2f}, longest {said['longest_ms']:.1f}; without "
-          f"MLflow {said['files_ms']:.2f}), {said['close_s']:.2f} s at the end; {len(METRICS)} metrics, {TRACKED_ITERATIONS} "
-          f"iterations of {1000 * ITERATION_S:.0f} ms")
+          f"MLflow {said['files_ms']:.2f}), {said['close_s']:.2f} s at the end\n"
+          f"  {len(METRICS)} metrics, {TRACKED_ITERATIONS} iterations of {1000 * ITERATION_S:.0f} ms")
     return said["log_ms"] + 1000 * said["close_s"] / TRACKED_ITERATIONS
 
 
