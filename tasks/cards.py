@@ -86,8 +86,8 @@ def _said(said: Iterable[str]) -> str:
 
 
 def _plain(markdown: str) -> str:
-    """Without the marks of what our own sentences use: code, bold, links (the card has them as buttons)."""
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown).replace("**", "").replace("`", "")
+    """Without what our own sentences use of Markdown: code, bold, and links, which the card has as buttons."""
+    return re.sub(r"\[[^\]]*\]\([^)]*\)(, )?", "", markdown).replace("**", "").replace("`", "").strip()
 
 
 def _scores(models: Mapping[str, Mapping[str, float]]) -> str:
@@ -142,7 +142,7 @@ if (parent !== window) {
 SCRIPT_HASH = "sha256-" + base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 """For the Content-Security-Policy: this script and no other."""
 STYLE = """
-:root{color-scheme:light dark;--page:light-dark(#fff,#111418);--ink:light-dark(#1b2330,#e6eaf0);
+:root{color-scheme:light dark;--page:light-dark(#fff,#161d2d);--ink:light-dark(#1b2330,#e6eaf0);
 --muted:light-dark(#5d6878,#95a1b3);--rule:light-dark(#e3e7ed,#2a3240);--accent:light-dark(#2563eb,#6ea8fe);
 --good:light-dark(#15803d,#4ade80);--bad:light-dark(#b91c1c,#f87171)}
 *{box-sizing:border-box}

@@ -35,11 +35,13 @@ class Tags(HTMLParser):
 def test_the_card_shows_result_links_and_verdict():
     found = Tags(cards.page(cards.Card(
         title="tiny: ppo", links={"MLflow run": "http://m/#/1", "Report": "/ratchet/runs/d/r/report"},
-        facts={"preset": "tiny", "candidate": ""}, said=("candidate **tiny/3**: [MLflow](http://m)",), verdict=VERDICT,
+        facts={"preset": "tiny", "candidate": ""}, verdict=VERDICT,
+        said=("candidate **tiny/3** from `x`. [MLflow](http://m), [report](http://r)",),
         models={"base": {"mean_reward": 0.1}, "stage 1": {"mean_reward": 0.5, "mean_reward_low": 0.4,
                                                           "mean_reward_high": 0.6}})))
+    assert "MLflow, report" not in found.words
     assert found.links == ["http://m/#/1", "/ratchet/runs/d/r/report"]
-    for words in ("tiny: ppo", "preset", "candidate tiny/3: MLflow", "gate failed", "mean reward", "0.5", "[0.4, 0.6]",
+    for words in ("tiny: ppo", "preset", "candidate tiny/3 from x.", "gate failed", "mean reward", "0.5", "[0.4, 0.6]",
                   "limit <kl>: 9 is above 1", "0.1235", "✗"):
         assert words in found.words, words
 
