@@ -18,9 +18,6 @@ METRICS_PER_REQUEST = 1000
 """MLflow refuses more in one log_batch; of parameters it takes 100."""
 PARAMS_PER_REQUEST = 100
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-GATHER_S = 1.0
-"""Pause after sending: a request costs the training loop time, as both share the interpreter, so short iterations go
-together."""
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +100,6 @@ class Sender:
                 continue
             if self._finishing.is_set() and not self._woken.is_set():
                 return
-            self._finishing.wait(GATHER_S)
 
     def _pause(self, delay: float) -> None:
         """Wait before another try; while finishing there is a deadline, so try often."""

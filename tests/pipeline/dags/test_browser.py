@@ -98,11 +98,11 @@ def test_the_approval_shows_the_evidence_and_approving_promotes(airflow, page, m
 def test_the_tab_of_a_run_shows_the_verdict_and_its_links_open_beside_it(airflow, page):
     page.goto(f"{airflow.stack.airflow_url}/dags/train_ppo/runs/{RUN}/plugin/ratchet")
     card = page.frame_locator("iframe[title=Ratchet]")
-    card.get_by_text("gate passed").wait_for()
+    card.get_by_text("gate passed").first.wait_for()
     shoot(page, "airflow-card")
     with page.context.expect_page() as opened:
         card.get_by_role("link", name="Report").click()
-    opened.value.get_by_text("gate passed").wait_for()
+    opened.value.get_by_text("gate passed").first.wait_for()
     assert opened.value.url == f"{airflow.stack.airflow_url}/ratchet/runs/train_ppo/{RUN}/report"
     opened.value.close()
 
