@@ -8,6 +8,7 @@ Errors are one line, `StoreError: OPERATION URI: reason`, without credentials; `
 """
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -24,9 +25,9 @@ from engine.store.hashing import hash_dir, hash_model_dir, sha256_bytes, sha256_
 
 __all__ = [
     "MANIFEST", "StoredFile", "delete", "download_dir", "download_file", "exists", "fingerprint", "hash_dir",
-    "hash_model_dir", "is_s3", "join", "list_files", "open_read", "read_bytes", "read_text", "sha256_bytes",
-    "sha256_file", "stat_files", "sync_directory", "upload_dir", "upload_file", "upload_files", "write_atomic",
-    "write_bytes",
+    "hash_model_dir", "is_s3", "join", "list_dirs", "list_files", "open_read", "read_bytes", "read_text", "sha256",
+    "sha256_bytes", "sha256_file", "stat_files", "sync_directory", "upload_dir", "upload_file", "upload_files",
+    "write_atomic", "write_bytes",
 ]
 
 MANIFEST = "manifest.json"
@@ -144,6 +145,30 @@ def list_files(uri: str | Path) -> list[str]:
         return sorted(_s3().list_keys(str(uri)))
     root = Path(uri)
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def sha256(uri: str | Path) -> str:
+    """sha256 of one file's content, hexadecimal; on S3 it is streamed."""
+    if not is_s3(uri):
+        try:
+            return sha256_file(uri)
+        except OSError as error:
+            raise _local_error("read", uri, error) from None
+    with open_read(uri) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def list_dirs(uri: str | Path) -> list[str]:
+    """Names of the directories right under a directory, sorted; nothing below them is looked at."""
+    if is_s3(uri):
+        return sorted(_s3().list_prefixes(str(uri)))
+    try:
+        with os.scandir(uri) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _local_error("list", uri, error) from None
 
 
 def stat_files(uri: str | Path) -> list[StoredFile]:

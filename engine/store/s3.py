@@ -104,6 +104,18 @@ def list_objects(uri: str) -> list[dict[str, Any]]:
         fail("list", uri, error)
 
 
+def list_prefixes(uri: str) -> list[str]:
+    """The first parts of the keys under `uri/` that have more than one."""
+    bucket, key = split(uri, need_key=False)
+    prefix = f"{key.rstrip('/')}/" if key else ""
+    try:
+        pages = _client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        return [item["Prefix"].removeprefix(prefix).rstrip("/") for page in pages
+                for item in page.get("CommonPrefixes", ())]
+    except FAILURES as error:
+        fail("list", uri, error)
+
+
 def upload(source: Path, uri: str) -> None:
     """Copy a local file to an object, in parallel parts with checksums when it is large.
 

@@ -58,6 +58,14 @@ def test_size_and_time_of_every_file_are_listed(root):
     assert store.stat_files(store.join(root, "nothing")) == []
 
 
+def test_directories_right_under_a_directory_are_listed(root):
+    for name in ("b/2", "b/3/x", "a", "c/d/e"):
+        store.write_bytes(store.join(root, name), b"x")
+    assert store.list_dirs(root) == ["b", "c"]
+    assert store.list_dirs(store.join(root, "c")) == ["d"]
+    assert store.list_dirs(store.join(root, "nothing")) == []
+
+
 def test_a_name_that_only_begins_alike_does_not_exist(root):
     store.write_bytes(store.join(root, "step-10", "x"), b"")
     assert store.exists(store.join(root, "step-10"))

@@ -47,7 +47,8 @@ class Airflow:
             self.stack.stop()
             raise
         self.api = AirflowAPI(self.stack.airflow_url, USER, self.stack.password)
-        self.wait(lambda: len(self.api.call("GET", "/dags")["dags"]) >= len(list(Path("dags").glob("*.py"))))
+        wanted = {path.stem for path in Path("dags").glob("*.py")}
+        self.wait(lambda: wanted <= {dag["dag_id"] for dag in self.api.call("GET", "/dags")["dags"]})
         return self
 
     def __exit__(self, *exception: object) -> None:
