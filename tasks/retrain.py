@@ -223,15 +223,13 @@ def read_trainings() -> list[Training]:
 
 
 def _decide(preset: str, trainings: Sequence[Training]) -> Training:
-    form = stages.Form(start_from="champion")
-    model = stages.resolve(_preset(preset), form, {}).registry.model
+    # Checked here, where a wrong preset is said before a record is written.
+    model = stages.resolve(_preset(preset), stages.Form(start_from="champion"), {}).registry.model
     trainings, landed = [training for training in trainings if training.model == model], landing.landed()
     files = next_files(landed, trainings)
     if not files:
         skip(f"nothing new for {model}: {_used(landed, trainings)}")
-    training = new_training(preset, model, files, trainings)
-    stages.resolve(_preset(preset), form, _override(training))
-    return training
+    return new_training(preset, model, files, trainings)
 
 
 def _left(landed: Sequence[landing.Landed], trainings: Sequence[Training]) -> list[landing.Landed]:
@@ -247,9 +245,9 @@ def _used(landed: Sequence[landing.Landed], trainings: Sequence[Training]) -> st
 
 def _override(training: Training) -> dict[str, Any]:
     """The preset's own training prompts and the landed files."""
-    own = (_preset(training.preset).get("prepare") or {}).get("train") or {}
+    own = _preset(training.preset)["prepare"]["train"]["sources"]
     return {"prepare": {"train": {"sources": [
-        *own.get("sources", []), *({"kind": "file", "uri": file.uri} for file in training.files)]}}}
+        *own, *({"kind": "file", "uri": file.uri} for file in training.files)]}}}
 
 
 def _preset(name: str) -> dict[str, Any]:
