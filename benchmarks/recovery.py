@@ -119,7 +119,11 @@ def recover(place: Place, run_id: str, fault: str) -> tuple[float, float]:
     wait(lambda: iterations(job) > before, f"training after {fault}")
     training = time.monotonic() - begin
     wait(lambda: followed(place, run_id, doomed), f"a task after {fault}")
-    return training, time.monotonic() - begin
+    task = time.monotonic() - begin
+    seen = (job / "followed").stat().st_mtime_ns
+    # What is marked failed before its task has taken the engine over leaves the engine behind.
+    wait(lambda: (job / "followed").stat().st_mtime_ns != seen, f"a task that follows after {fault}")
+    return training, task
 
 
 def followed(place: Place, run_id: str, doomed: set[int]) -> bool:

@@ -13,7 +13,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
 from engine.spec import RunResult, RunSpec
-from engine.spec.job import LOG_FILE
+from engine.spec.job import FOLLOWED_FILE, LOG_FILE
 from tasks import deployment, jobs, launchers, links, openlineage, runs, tracking
 from tasks.joblog import LogFollower, readable
 from tasks.stages import Decision
@@ -122,6 +122,7 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             lines = follower.lines(final=ended)
             for line in lines:
                 self.log.info("%s", readable(line))
+            (self._directory / FOLLOWED_FILE).touch()
             if self._killed:
                 # Once more: the signal may have come just before the job was started.
                 jobs.kill(self._directory, self._launcher)

@@ -33,6 +33,8 @@ SENT_FILE = "tracking.sent.json"
 """How many bytes of METRICS_FILE and OUTBOX_FILE MLflow has."""
 ATTEMPT_FILE = "attempt"
 """Number of the attempt that may write; locked (flock) while it changes and while something is committed."""
+FOLLOWED_FILE = "followed"
+"""Touched by the task that follows the job, as long as one does."""
 ATTEMPT_VARIABLE = "RATCHET_ATTEMPT"
 """Environment variable by which an engine knows its own attempt."""
 

@@ -14,6 +14,8 @@ TICK_S = 1.0
 FIRST_BEAT_LIMIT_S = 600.0
 """To the first heartbeat: starting Python and the ranks."""
 HEARTBEAT_LIMIT_S = 300.0
+FOLLOWED_LIMIT_S = 1800.0
+"""To the next task that follows the job; longer than Airflow waits between two tries."""
 
 
 class DeadMan:
@@ -49,3 +51,23 @@ class DeadMan:
                     f"{self._stall_limit_s:.0f} s; a training's is stall_limit_s of its spec: raise it if a phase may "
                     "take longer)")
         return None
+
+
+class Following:
+    """Looks whether a task still follows a job, every `tick_s`, by the file that the task touches meanwhile.
+
+    A person may end a run between two tries of a task: then nobody comes for the job any more, and nobody ends it.
+    """
+
+    def __init__(self, path: Path, *, limit_s: float, tick_s: float = TICK_S):
+        """Args: path: need not exist yet."""
+        self._path, self._limit_s, self._tick_s = path, limit_s, tick_s
+        self._seen: int | None = None
+        self._alone_s = 0.0
+
+    def look(self) -> str | None:
+        """One sentence that says that the job has been left; None while it has not."""
+        seen = self._path.stat().st_mtime_ns if self._path.exists() else None
+        self._alone_s = 0.0 if seen != self._seen else self._alone_s + self._tick_s
+        self._seen = seen
+        return f"no task has followed it for {self._alone_s:.0f} s" if self._alone_s > self._limit_s else None

@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import FaultError, SpecError
 from engine.spec.job import ATTEMPT_VARIABLE, HEARTBEAT_FILE, JOB_FILE
 from tasks import deployment
-from tasks.launchers.deadman import FIRST_BEAT_LIMIT_S, HEARTBEAT_LIMIT_S
+from tasks.launchers.deadman import FIRST_BEAT_LIMIT_S, FOLLOWED_LIMIT_S, HEARTBEAT_LIMIT_S
 from tasks.launchers.processes import JOB_VARIABLE, Mark, is_running, session_of
 
 START_LIMIT_S = 30.0
@@ -32,7 +32,7 @@ def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_
     command = [deployment.engine_python(), "-u", "-m", "engine", stage, str(directory)]
     config = {"directory": str(directory), "attempt": attempt, "command": command, "slots": slots, "need": need,
               "gpus": gpus, "limits": {"heartbeat_limit_s": HEARTBEAT_LIMIT_S, "first_limit_s": FIRST_BEAT_LIMIT_S,
-                                       "stall_limit_s": stall_limit_s}}
+                                       "stall_limit_s": stall_limit_s, "followed_limit_s": FOLLOWED_LIMIT_S}}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE_PREFIXES)}
     environment |= {JOB_VARIABLE: str(directory), ATTEMPT_VARIABLE: str(attempt), "PYTHONPATH": str(root),
                     "PYTHONUNBUFFERED": "1"}

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tasks.launchers.deadman import TICK_S, DeadMan
+from tasks.launchers.deadman import TICK_S, DeadMan, Following
 from tasks.launchers.processes import Mark, identity, send
 
 LOCK_FILE = "wrapper.lock"
@@ -43,7 +43,7 @@ def main(config: dict[str, Any]) -> int:
 
     Args:
         config: `directory`, `attempt`, `command` (argv), `slots` (files of which to hold `need`), `need`, `gpus`
-            (whether slots are GPUs), `limits` (of `DeadMan`).
+            (whether slots are GPUs), `limits` (of `DeadMan`, and `followed_limit_s`).
     """
     directory = Path(config["directory"])
     with open(directory / LOCK_FILE, "a") as lock:
@@ -116,7 +116,7 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
         log.write(f"error: cannot start {config['command'][0]}: {error}\n".encode())
         return EXIT_FAULT, None
     if watch.verdict:
-        log.write(f"error: the engine hung and was ended: {watch.verdict}\n".encode())
+        log.write(f"error: the engine {watch.verdict}\n".encode())
         return EXIT_FAULT, None
     if os.WIFSIGNALED(status):
         return 128 + os.WTERMSIG(status), os.WTERMSIG(status)
@@ -124,23 +124,25 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
 
 
 class Watch(threading.Thread):
-    """Ends an engine that hangs: it would hold its lease, and its task would wait, for ever."""
+    """Ends an engine that hangs, or that nobody waits for: it would hold its lease, and a task would wait, for ever."""
 
     def __init__(self, directory: Path, limits: dict[str, Any]):
         super().__init__(name="watch", daemon=True)
         self.verdict: str | None = None
         """Why the engine was ended."""
         self._directory = directory
-        self._deadman = DeadMan(directory / "heartbeat", **limits)
         self._tick_s = limits.get("tick_s", TICK_S)
+        self._following = Following(directory / "followed", limit_s=limits.pop("followed_limit_s"), tick_s=self._tick_s)
+        self._deadman = DeadMan(directory / "heartbeat", **limits)
         self._over = threading.Event()
 
     def run(self) -> None:
         """Look until the engine has ended or hangs."""
         while not self._over.wait(self._tick_s):
-            self.verdict = self._deadman.look()
-            if self.verdict:
-                if self._deadman.pid is not None:
+            late, left = self._deadman.look(), self._following.look()
+            if late or left:
+                self.verdict = f"hung and was ended: {late}" if late else f"was ended: {left}"
+                if late and self._deadman.pid is not None:
                     # The engine then writes the stacks of all its threads: where it hangs.
                     send({self._deadman.pid}, signal.SIGUSR1)
                     self._over.wait(STACKS_S)

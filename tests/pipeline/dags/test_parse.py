@@ -92,7 +92,6 @@ def test_a_candidate_starts_its_review(dags):
     assert CANDIDATE in list(review.schedule) and review.catchup is False
 
 
-<<<<<<< HEAD
 def test_a_review_that_does_not_promote_rejects_or_starts_over_and_promotions_run_one_at_a_time(dags):
     from tasks.assets import CANDIDATE, LEFT_CANDIDATES
 
@@ -115,16 +114,6 @@ def test_what_a_person_starts_needs_its_fields(dags):
                 dags[dag_id].params.get_param(field).resolve("")
     with pytest.raises(ParamValidationError):
         dags["rollback"].params.get_param("version").resolve("champion")
-=======
-def test_the_form_offers_every_preset_and_refuses_others(dags):
-    from airflow.sdk.exceptions import ParamValidationError
-
-    params = dags["train_ppo"].params
-    assert params.get_param("preset").schema["enum"] == sorted(p.stem for p in Path("examples").glob("*.yaml"))
-    for name, wrong in (("preset", "none"), ("stages", 0), ("stages", 5), ("iterations", "x"), ("approval", "maybe")):
-        with pytest.raises(ParamValidationError):
-            params.get_param(name).resolve(wrong)
->>>>>>> retrain
 
 
 def test_prompts_that_land_start_a_retraining_and_neither_runs_twice_at_once_nor_catches_up(dags):
@@ -137,7 +126,6 @@ def test_prompts_that_land_start_a_retraining_and_neither_runs_twice_at_once_nor
     # The runs of a backfill are counted apart from the others.
     assert dags["retrain"].get_task("choose").max_active_tis_per_dag == 1
     assert upstream(dags["retrain"], "record") == {"train"} and upstream(dags["retrain"], "train") == {"choose"}
-<<<<<<< HEAD
 
 
 def test_the_form_offers_every_preset_and_refuses_others(dags):
@@ -190,5 +178,3 @@ def test_housekeeping_is_weekly_and_a_dry_run_unless_the_deployment_says_otherwi
     monkeypatch.setenv("RATCHET_HOUSEKEEPING", "yes")
     with pytest.raises(ValueError, match="RATCHET_HOUSEKEEPING='yes' is neither"):
         runpy.run_path("dags/housekeeping.py")
-=======
->>>>>>> retrain

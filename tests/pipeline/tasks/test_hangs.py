@@ -7,6 +7,7 @@ import time
 import pytest
 
 from engine.spec import parse_spec
+from engine.spec.job import FOLLOWED_FILE
 from tasks import jobs
 from tasks.launchers import local
 from tasks.launchers.deadman import DeadMan
@@ -99,6 +100,22 @@ def test_a_phase_longer_than_the_heartbeat_limit_is_no_hang_while_it_beats(deplo
     deployment.plan({"t": [{"beats": 4, "moves": 0}]})
     jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
     assert ended(directory).phase == "done"
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_job_that_no_task_follows_any_more_is_ended(deployment, monkeypatch, followed):
+    """A person ended the run between two tries: nobody else would end the engine, nor free its slot."""
+    impatient(monkeypatch)
+    monkeypatch.setattr(local, "FOLLOWED_LIMIT_S", 120.0)
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    deployment.plan({"t": [{"beats": 4, "moves": 4}]})
+    jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
+    while followed and jobs.state_of(directory, local).phase == "running":
+        (directory / FOLLOWED_FILE).touch()
+        time.sleep(0.1)
+    assert ended(directory).exit_code == (0 if followed else 3)
+    assert ("the engine was ended: no task has followed it for" in (directory / "log.txt").read_text()) != followed
+    wait_for(lambda: not processes_of(directory), 5)
 
 
 def test_a_stopped_engine_is_ended_too(deployment, monkeypatch):

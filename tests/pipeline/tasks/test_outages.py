@@ -63,7 +63,20 @@ def test_everything_but_the_engine_dies_in_mid_training_and_nothing_trains_twice
 
 
 @pytest.mark.slow
-def test_a_second_scheduler_gives_no_task_to_two(airflow):
+def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(airflow):
+    airflow.plan({})
+    run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "only-once")
+    airflow.finished(run)
+    results = {path: path.read_bytes() for path in airflow.job(run, "prepare").parent.glob("*/result.json")}
+    with pytest.raises(FaultError, match="409"):
+        airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 2}, "only-once")
+    assert results and all(path.read_bytes() == content for path, content in results.items())
+    assert json.loads((airflow.job(run, "prepare") / "job.json").read_text())["attempt"] == 1
+
+
+@pytest.mark.slow
+def test_a_second_scheduler_makes_no_job_run_twice(airflow):
+    """SQLite has no row locks, so Airflow may give out a task twice; the job that it stands for is there once."""
     environment = airflow.stack.environment()
     second = subprocess.Popen([sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], env=environment,
                               cwd=airflow.home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -74,8 +87,6 @@ def test_a_second_scheduler_gives_no_task_to_two(airflow):
         run = airflow.api.trigger("train_ppo", {"preset": "tiny"}, "two-schedulers")
         assert airflow.finished(run)["register"] == "success"
         assert set(attempts_of(airflow, run).values()) == {1}
-        tries = {task: ti["try_number"] for task, ti in airflow.api.tasks("train_ppo", run).items()}
-        assert set(tries.values()) <= {0, 1}, tries
     finally:
         Mark(airflow.home, None, frozenset({second.pid})).end(grace_s=5.0)
         second.wait()
@@ -84,15 +95,3 @@ def test_a_second_scheduler_gives_no_task_to_two(airflow):
 def schedulers(airflow):
     found = airflow.api.call("GET", "/jobs?job_type=SchedulerJob&job_state=running&is_alive=true")
     return len(found["jobs"])
-
-
-@pytest.mark.slow
-def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(airflow):
-    airflow.plan({})
-    run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "only-once")
-    airflow.finished(run)
-    results = {path: path.read_bytes() for path in airflow.job(run, "prepare").parent.glob("*/result.json")}
-    with pytest.raises(FaultError, match="409"):
-        airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 2}, "only-once")
-    assert results and all(path.read_bytes() == content for path, content in results.items())
-    assert json.loads((airflow.job(run, "prepare") / "job.json").read_text())["attempt"] == 1
