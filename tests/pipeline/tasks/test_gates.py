@@ -274,6 +274,19 @@ def test_power_is_told_in_points_for_shares_and_in_units_for_rewards():
     assert f"can detect +{100 * result.detectable['pass_at_1']:.3g} points" in result.markdown()
 
 
+@pytest.mark.parametrize("change", [{"power": 0.95}, {"alpha": 0.01}, {
+    "primary": [PrimaryMetric(score="mean_reward", margin=0.05)]}, {
+    "primary": [PrimaryMetric(score="mean_reward"), PrimaryMetric(score="greedy_reward")]}])
+def test_the_power_figure_is_that_of_the_policys_power_level_margin_and_number_of_scores(change):
+    evidence, policy = _better(), POLICY.model_copy(update=change)
+    old, new = ([np.mean(p.sampled) for p in model.prompts] for model in (evidence.champion, evidence.candidate))
+    stated = gate(evidence, policy).detectable["mean_reward"]
+    assert stated > gate(evidence, POLICY).detectable["mean_reward"]
+    assert stated == pytest.approx(detectable_difference(
+        np.subtract(new, old), margin=policy.primary[0].margin, alpha=policy.alpha / len(policy.primary),
+        power=policy.power))
+
+
 def test_several_primary_metrics_share_the_level():
     rng = np.random.default_rng(8)
     policy = POLICY.model_copy(update={"primary": [
