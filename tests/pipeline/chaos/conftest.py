@@ -37,7 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
         pytest.skip("no engine environment; `make setup`")
     home = tmp_path_factory.mktemp("chaos")
     port = free_port(21000 + 10 * (os.getpid() % 200))
-    made = Airflow(home, Path(REAL_ENGINE), {
+    made = Airflow(home, Path(REAL_ENGINE), environment={
         **CANARIES, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1",
         "RATCHET_STORE": "s3://bucket/ratchet"})
     made.write_preset("real", preset())
