@@ -83,7 +83,7 @@ def test_the_approval_shows_the_evidence_and_approving_promotes(airflow, page, m
     monkeypatch.setenv("MLFLOW_TRACKING_URI", airflow.stack.mlflow_url)
     made = airflow.api.xcom("train_ppo", RUN, "register")
     review = airflow.review_of(RUN)
-    airflow.wait(lambda: airflow.api.tasks("review_candidate", review)["approve"]["state"] == "awaiting_input")
+    airflow.wait(lambda: airflow.api.tasks("review_candidate", review)["approve"]["state"] == "deferred")
     page.wait_for_timeout(3000)  # as in test_training_run: an answer at once is asked for again
     page.goto(f"{airflow.stack.airflow_url}/required_actions")
     page.get_by_role("link", name=f"Promote tiny version {made['version']} to champion?").click()
