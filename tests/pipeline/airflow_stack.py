@@ -48,12 +48,12 @@ class Airflow:
     def __enter__(self) -> "Airflow":
         try:
             self.stack.start()
+            self.api = AirflowAPI(self.stack.airflow_url, USER, self.stack.password)
+            wanted = {path.stem for path in Path("dags").glob("*.py")}
+            self.wait(lambda: wanted <= {dag["dag_id"] for dag in self.api.call("GET", "/dags")["dags"]})
         except BaseException:
             self.stack.stop()
             raise
-        self.api = AirflowAPI(self.stack.airflow_url, USER, self.stack.password)
-        wanted = {path.stem for path in Path("dags").glob("*.py")}
-        self.wait(lambda: wanted <= {dag["dag_id"] for dag in self.api.call("GET", "/dags")["dags"]})
         return self
 
     def __exit__(self, *exception: object) -> None:
