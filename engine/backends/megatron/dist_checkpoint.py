@@ -137,17 +137,28 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
     except OSError as error:
         raise StoreError(f"checkpoint {error.filename or directory}: {error.strerror or error}") from None
     buckets, plan.writer.write_buckets = plan.writer.write_buckets or [], []
-    return ModelSnapshot(directory, plan, common.content, _copied(buckets))
+    return ModelSnapshot(directory, plan, common.content, copied(buckets, _storages(network, optimizer)))
 
 
-def _copied(buckets: list[Any]) -> list[Any]:
-    """The buckets in CPU memory. On CPU Megatron copies only tensors that are part of a larger buffer: others would be
-    written as they are by then."""
-    copies = FileSystemWriterAsync.preload_tensors(buckets)
-    if torch.cuda.is_available():
-        return copies
-    return [(path, key, (texts, [(item, tensor.clone()) for item, tensor in tensors]))
-            for path, key, (texts, tensors) in copies]
+def copied(buckets: list[Any], live: set[int]) -> list[Any]:
+    """The buckets in CPU memory that nobody else writes to.
+
+    On CPU Megatron has copied what it gathered or what is part of a larger buffer; a tensor that it left where it was
+    would be written as it is by then.
+
+    Args: live: addresses of the storages that the training goes on with.
+    """
+    return [(path, key, (texts, [
+        (item, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor) for item, tensor in tensors]))
+        for path, key, (texts, tensors) in FileSystemWriterAsync.preload_tensors(buckets)]
+
+
+def _storages(network: CausalLM, optimizer: Optimizer) -> set[int]:
+    tensors = [*network.parameters(), *network.buffers()]
+    for part in optimizer.parts:
+        tensors += [param for group in part.optimizer.param_groups for param in group["params"]]
+        tensors += [value for state in part.optimizer.state.values() for value in state.values()]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
 def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None:

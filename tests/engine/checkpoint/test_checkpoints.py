@@ -429,3 +429,14 @@ def test_a_foreign_checkpoint_runs_no_code(name, model_dir, tmp_path):
     said = shared_ranks(1).run(load_a_foreign_checkpoint, model_dir, str(tmp_path), name)[0]
     assert "pathlib.Path.touch" in said or "Weights only load failed" in said
     assert not (tmp_path / "exploded").exists()
+
+
+def test_what_the_training_goes_on_with_is_copied_and_what_was_gathered_is_not_copied_again():
+    from engine.backends.megatron.dist_checkpoint import copied
+
+    trained, gathered = torch.ones(4), torch.ones(4)
+    buckets = [("file", "key", (["text"], [("a", trained[1:3]), ("b", gathered)]))]
+    ((_, _, (texts, [(_, first), (_, second)])),) = copied(buckets, {trained.untyped_storage().data_ptr()})
+    trained += 1
+    assert first.tolist() == [1, 1] and texts == ["text"]
+    assert second.data_ptr() == gathered.data_ptr()
