@@ -41,6 +41,8 @@ START_LIMIT_S = 300.0
 TASK_GRACE_S = 8.0
 STOP_GRACE_S = 5.0
 LONGEST_BACKOFF_S = 30.0
+SQLITE_WAIT_S = 60
+"""For whoever else writes to Airflow's database, before a request fails; Python's own 5 s are few on a busy machine."""
 STEADY_S = 60.0
 """What lived for so long had started well: its earlier deaths no longer count."""
 
@@ -83,7 +85,8 @@ class Stack:
         """
         self.home = home.resolve()
         self._databases = databases or Databases(
-            airflow=f"sqlite:///{self.home}/airflow/airflow.db", mlflow=f"sqlite:///{self.home}/mlflow/mlflow.db")
+            airflow=f"sqlite:///{self.home}/airflow/airflow.db?timeout={SQLITE_WAIT_S}",
+            mlflow=f"sqlite:///{self.home}/mlflow/mlflow.db")
         self._say = say
         self._extra = environment or {}
         self._components: list[Component] = []
