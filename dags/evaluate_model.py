@@ -1,12 +1,10 @@
 """DAG `evaluate_model`: any model on any prepared prompts, with the evaluation settings of a preset."""
 
-from datetime import timedelta
-
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
 from tasks import deployment, evaluation, training
-from tasks.operators import EngineOperator
+from tasks.operators import RETRIES, EngineOperator
 from tasks.pipeline import preset_names
 
 DOC = """
@@ -32,8 +30,7 @@ PARAMS = {
 with DAG(
     "evaluate_model", params=PARAMS, schedule=None, catchup=False, max_active_runs=8, doc_md=DOC,
     tags=["ratchet", "evaluation"],
-    default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10), "on_failure_callback": training.failed},
+    default_args=RETRIES | {"on_failure_callback": training.failed},
 ) as dag:
     begin = PythonOperator(task_id="begin", python_callable=evaluation.begin)
     evaluate = EngineOperator(

@@ -1,11 +1,10 @@
 """DAG `housekeeping`: find what of old runs may go >> delete it, unless it is a dry run."""
 
-from datetime import timedelta
-
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
 from tasks import deployment, housekeeping
+from tasks.operators import RETRIES
 from tasks.retention import KINDS, Policy
 
 DOC = """
@@ -42,8 +41,7 @@ PARAMS = {
 with DAG(
     "housekeeping", params=PARAMS, schedule="@weekly", catchup=False, max_active_runs=1, doc_md=DOC,
     tags=["ratchet", "operations"],
-    default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10)},
+    default_args=RETRIES,
 ) as dag:
     look = PythonOperator(task_id="look", python_callable=housekeeping.look)
     delete = PythonOperator(task_id="delete", python_callable=housekeeping.carry_out)

@@ -1,12 +1,11 @@
 """DAG `land_prompts`: look at the watched prefix >> report what landed and what was refused."""
 
-from datetime import timedelta
-
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
 from tasks import deployment, landing
 from tasks.assets import PROMPTS
+from tasks.operators import RETRIES
 
 DOC = """
 ### Take in files of prompts
@@ -32,8 +31,7 @@ PARAMS = {
 with DAG(
     "land_prompts", params=PARAMS, schedule=deployment.landing_cron(), catchup=False, max_active_runs=1, doc_md=DOC,
     tags=["ratchet", "data"],
-    default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10)},
+    default_args=RETRIES,
 ) as dag:
     look = PythonOperator(task_id="look", python_callable=landing.look, outlets=[PROMPTS])
     # Also after a look that announced nothing: it may have refused something.

@@ -1,11 +1,10 @@
 """DAG `retrain`: choose what landed and was not trained on >> train from the champion >> record how it ended."""
 
-from datetime import timedelta
-
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
 from tasks import deployment, retrain
+from tasks.operators import RETRIES
 from tasks.pipeline import preset_names
 
 DOC = """
@@ -29,8 +28,7 @@ PARAMS = {
 with DAG(
     "retrain", params=PARAMS, schedule=retrain.schedule(), catchup=False, max_active_runs=1, doc_md=DOC,
     tags=["ratchet", "training"],
-    default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10)},
+    default_args=RETRIES,
 ) as dag:
     # One at a time also over the runs of a backfill, which max_active_runs does not count.
     choose = PythonOperator(task_id="choose", python_callable=retrain.choose, max_active_tis_per_dag=1)

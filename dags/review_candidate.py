@@ -1,14 +1,12 @@
 """DAG `review_candidate`: compare the candidate with the champion >> gate >> approve >> promote, reject or again."""
 
-from datetime import timedelta
-
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
 from tasks import deployment, notes, review
 from tasks.approval import PolicyApprovalOperator
 from tasks.assets import CANDIDATE, CHAMPION, LEFT_CANDIDATES
-from tasks.operators import EngineOperator, GoOnOperator
+from tasks.operators import RETRIES, EngineOperator, GoOnOperator
 
 DOC = """
 ### Decide whether a candidate replaces the champion
@@ -34,8 +32,7 @@ PARAMS = {
 with DAG(
     "review_candidate", params=PARAMS, schedule=[CANDIDATE], catchup=False, max_active_runs=32, doc_md=DOC,
     tags=["ratchet", "review"],
-    default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10), "on_failure_callback": notes.failed},
+    default_args=RETRIES | {"on_failure_callback": notes.failed},
 ) as dag:
     load = PythonOperator(task_id="load", python_callable=review.load, outlets=[LEFT_CANDIDATES])
     evaluate = EngineOperator(

@@ -1,12 +1,11 @@
 """DAG `rollback`: point the alias `champion` at the model before it, or at a named version."""
 
-from datetime import timedelta
-
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Param
 
 from tasks import notes, rollback
 from tasks.assets import CHAMPION
+from tasks.operators import RETRIES
 
 DOC = """
 ### Go back to the model in production before this one
@@ -26,7 +25,6 @@ PARAMS = {
 
 with DAG(
     "rollback", params=PARAMS, schedule=None, catchup=False, max_active_runs=1, doc_md=DOC, tags=["ratchet", "review"],
-    default_args={"retries": 5, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-                  "max_retry_delay": timedelta(minutes=10), "on_failure_callback": notes.failed},
+    default_args=RETRIES | {"on_failure_callback": notes.failed},
 ) as dag:
     PythonOperator(task_id="roll_back", python_callable=rollback.roll_back, outlets=[CHAMPION])

@@ -1,6 +1,5 @@
 """DAG `train_ppo`: prepare >> sft >> reward_model, dpo >> stage 1..N >> register the candidate, write the report."""
 
-from datetime import timedelta
 from functools import partial
 
 from airflow.sdk import DAG, Param, TaskGroup
@@ -8,7 +7,7 @@ from airflow.sdk import DAG, Param, TaskGroup
 from engine.spec.algorithm import ALGORITHMS
 from tasks import deployment, stages, training
 from tasks.assets import CANDIDATE
-from tasks.operators import EngineOperator, GoOnOperator, RegisterOperator, StepOperator
+from tasks.operators import RETRIES, EngineOperator, GoOnOperator, RegisterOperator, StepOperator
 from tasks.pipeline import FINETUNED, preset_names
 
 DOC = """
@@ -82,13 +81,12 @@ PARAMS = {
         description="When this run's tasks are cleared after its preset changed: replace jobs that hold another spec."),
 }
 
-RETRIES = {"retries": 10, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
-           "max_retry_delay": timedelta(minutes=10), "on_failure_callback": training.failed}
 ON_GPUS = {"pool": "gpus", "pool_slots": deployment.pool_slots()}
 
 with DAG(
-    "train_ppo", params=PARAMS, schedule=None, catchup=False, max_active_runs=1, default_args=RETRIES, doc_md=DOC,
+    "train_ppo", params=PARAMS, schedule=None, catchup=False, max_active_runs=1, doc_md=DOC,
     tags=["ratchet", "training"], render_template_as_native_obj=False,
+    default_args=RETRIES | {"on_failure_callback": training.failed},
 ) as dag:
     begin = StepOperator(task_id="begin", python_callable=training.begin)
     prepare = EngineOperator(task_id="prepare", spec=partial(training.job, build=stages.prepare_spec))

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from airflow.providers.standard.operators.python import PythonOperator
@@ -18,6 +19,9 @@ from tasks import deployment, jobs, launchers, links, openlineage, runs, trackin
 from tasks.joblog import LogFollower, readable
 from tasks.stages import Decision
 
+RETRIES = {"retries": 10, "retry_delay": timedelta(seconds=5), "retry_exponential_backoff": 2.0,
+           "max_retry_delay": timedelta(minutes=10)}
+"""How the tasks of all DAGs are tried again: about 50 minutes, longer from one to the next."""
 POLL_S = 0.5
 REATTACH_LINES = 30
 """Lines of the past that a task shows when it takes over a running job."""
