@@ -34,6 +34,8 @@ TRAIN = "stage_1.train"
 FAULTS = ("rank", "wrapper", "task", "scheduler", "api-server", "everything")
 STOPPING = ("rank", "wrapper", "everything")
 """Faults that end the engine."""
+REPLACING = ("task", "scheduler", "everything")
+"""Faults after which another process follows the engine; the old one of a dead scheduler lives a little longer."""
 
 
 @dataclass
@@ -106,19 +108,21 @@ def victims(place: Place, run_id: str, fault: str) -> set[int]:
 
 def recover(place: Place, run_id: str, fault: str) -> tuple[float, float]:
     """Kill, and wait for the next iteration and for a task that follows it; seconds to each."""
+    from tasks.launchers.processes import send
+
     job = place.job(run_id)
     doomed = victims(place, run_id, fault)
     attempt = (job / "attempt").read_text()
+    replaced = doomed | ({place.task(run_id)["pid"]} if fault in REPLACING else set())
     before, begin = iterations(job), time.monotonic()
-    for pid in doomed:
-        os.kill(pid, signal.SIGKILL)
+    send(doomed, signal.SIGKILL)
     if fault in STOPPING:
         wait(lambda: (job / "attempt").read_text() != attempt, f"another attempt after {fault}")
     else:
         before += 1  # the one that was on its way
     wait(lambda: iterations(job) > before, f"training after {fault}")
     training = time.monotonic() - begin
-    wait(lambda: followed(place, run_id, doomed), f"a task after {fault}")
+    wait(lambda: followed(place, run_id, replaced), f"a task after {fault}")
     task = time.monotonic() - begin
     seen = (job / "followed").stat().st_mtime_ns
     # What is marked failed before its task has taken the engine over leaves the engine behind.
