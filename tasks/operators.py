@@ -23,8 +23,8 @@ RETRIES = {"retries": 25, "retry_delay": timedelta(seconds=5), "retry_exponentia
            "max_retry_delay": timedelta(minutes=2)}
 """How the tasks of all DAGs are tried again: over about 40 minutes, longer from one to the next up to two minutes.
 
-Airflow counts the deaths of tasks and schedulers too and never forgets one: a stage of a day that met eight of them must
-not wait long for its next try."""
+Airflow counts the deaths of tasks and schedulers too and never forgets one: a stage of a day that met eight of them
+must not wait long for its next try."""
 POLL_S = 0.5
 REATTACH_LINES = 30
 """Lines of the past that a task shows when it takes over a running job."""
