@@ -66,7 +66,7 @@ class Stage:
     def __init__(self, job: Job, spec: TrainingSpec, world: World, learner: Learner):
         """Starts where this stage's own newest checkpoint is, else where the stage before ended, else anew."""
         self.job, self.spec, self.world, self.learner = job, spec, world, learner
-        self.checkpoints = Checkpoints(checkpoint_files(job, spec), world)
+        self.checkpoints = Checkpoints(checkpoint_files(job, spec), world, self._saved)
         self.metrics: Metrics = {}
         """Of the last iteration; empty before the first."""
         self.iteration, self.stage_start = self._resume()
@@ -148,7 +148,9 @@ class Stage:
         state = {"iteration": self.iteration, "stage_start": self.stage_start, "spec": hash_spec(self.spec),
                  "metrics": self.metrics}
         self.checkpoints.save(self.iteration, self.learner.models, state | self.learner.state(), self.metrics)
-        self.job.event("checkpoint", iteration=self.iteration, blocked_s=round(self.checkpoints.blocked_s, 3))
+
+    def _saved(self, iteration: int, blocked_s: float, whole_s: float) -> None:
+        self.job.event("checkpoint", iteration=iteration, blocked_s=round(blocked_s, 3), whole_s=round(whole_s, 3))
 
     def _best(self) -> dict[str, str]:
         name = self.checkpoints.files.best if self.spec.keep_best else None

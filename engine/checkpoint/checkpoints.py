@@ -47,13 +47,17 @@ class Saveable(Protocol):
 class Checkpoints:
     """Saves and loads; every rank calls every method, and either all ranks raise or none."""
 
-    def __init__(self, files: CheckpointFiles, world: World):
-        """Args: files: where they are; world: the rank's place."""
+    def __init__(self, files: CheckpointFiles, world: World, saved: Callable[[int, float, float], None] | None = None):
+        """Args:
+            files: where they are.
+            world: the rank's place.
+            saved: called on the first rank, in the thread, when a checkpoint is there: its step, the seconds that its
+                save kept the training, the seconds that it took altogether.
+        """
         self.files, self.world = files, world
+        self._saved = saved or (lambda step, blocked_s, whole_s: None)
         self.step: int | None = None
         """Of the newest checkpoint in `files`, saved or loaded by this object."""
-        self.blocked_s = 0.0
-        """Seconds that the last `save` kept the training."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._group: Any = None
@@ -75,7 +79,7 @@ class Checkpoints:
             SpecError: no such metric.
             StoreError: this save could not begin, or the one before failed; earlier checkpoints are as before.
         """
-        started = time.monotonic()
+        begin = time.monotonic()
         self.files.check_metrics(dict(metrics or {}))
         self.wait()
         if self._group is None:
@@ -83,11 +87,11 @@ class Checkpoints:
         saving = Path(self._on_first_rank(lambda: str(self.files.prepare(step, [*roles, "rng"]))))
         snapshots = {name: role.snapshot(saving / name) for name, role in roles.items()}
         about = {"step": step, "layout": str(self.world.layout), "roles": sorted(roles), "metrics": self._best(metrics)}
-        job = _Job(saving, snapshots, _as_bytes(rng_state()), about, copy.deepcopy(state))
+        rng, kept = _as_bytes(rng_state()), copy.deepcopy(state)
+        job = _Job(saving, snapshots, rng, about, kept, begin, blocked_s=time.monotonic() - begin)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint")
         self._thread.start()
         self.step = step
-        self.blocked_s = time.monotonic() - started
         return self.files.directory / name_of(step)
 
     def poll(self) -> None:
@@ -179,6 +183,7 @@ class Checkpoints:
         for name, snapshot in job.snapshots.items():
             snapshot.seal([rank[name] for rank in written])
         self.files.commit(job.saving, job.about, job.state)
+        self._saved(job.about["step"], job.blocked_s, time.monotonic() - job.begin)
 
     def _on_first_rank(self, action: Callable[[], Any], group: Any = None) -> Any:
         """Run `action` on rank 0; its result, or its failure, reaches all ranks.
@@ -212,6 +217,9 @@ class _Job:
     rng: bytes
     about: dict[str, Any]
     state: dict[str, Any]
+    begin: float
+    """By the monotonic clock."""
+    blocked_s: float
 
     def write(self, rank: int) -> dict[str, Any]:
         """This rank's files; what each role's `seal` needs."""

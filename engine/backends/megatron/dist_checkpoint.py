@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from engine.backends.megatron.index_file import check_index
 from engine.backends.megatron.model import CausalLM
@@ -18,7 +22,7 @@ from engine.backends.megatron.optimizer import Optimizer
 from engine.errors import StoreError
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
@@ -30,6 +34,22 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True}
 FORMAT = ("torch_dist", 1)
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+class _Writer(FileSystemWriterAsync):
+    """Names one file a rank and what goes into it. Megatron's own also copies, all of which the training waits for."""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        items = [(item, planner.resolve_data(item)) for item in plan.items]
+        texts = [pair for pair in items if pair[0].type == WriteItemType.BYTE_IO]
+        tensors = [(item, data.detach()) for item, data in items if item.type != WriteItemType.BYTE_IO]
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        self.write_buckets = [(str(Path(self.checkpoint_dir) / name), name, (texts, tensors))] if items else []
+
+
+# The strategy makes its writer by this name.
+torch_strategy.FileSystemWriterAsync = _Writer
 
 
 class _Planned(TorchDistSaveShardedStrategy):
@@ -40,15 +60,11 @@ class _Planned(TorchDistSaveShardedStrategy):
     beside the training must not use.
     """
 
-    writer: FileSystemWriterAsync
+    writer: _Writer
     metadata: Any
     """Of all ranks' files; on the first rank only."""
 
-    def __init__(self) -> None:
-        super().__init__(*FORMAT, thread_count=1)
-        filesystem_async._results_queue = queue.Queue()
-
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(self, writer: _Writer, save_state_dict_ret: Any) -> AsyncRequest:
         self.writer, self.metadata = writer, save_state_dict_ret[1]
         return AsyncRequest(None, (), [])
 
@@ -81,12 +97,14 @@ class ModelSnapshot:
             OSError: it could not be written.
         """
         results: list[Any] = []
-        for index, bucket in enumerate(self.buckets):
+        for index, (path, name, (texts, tensors)) in enumerate(self.buckets):
             outbox: queue.Queue = queue.Queue()
             running: queue.Queue = queue.Queue()
             running.put(index)
-            FileSystemWriterAsync.write_preloaded_data(
-                [self.plan.writer.transforms], index, bucket, outbox, running, use_fsync=True)
+            # One by one: torch saves the whole storage that a tensor is a part of.
+            whole = ((item, tensor.clone() if _is_part(tensor) else tensor) for item, tensor in tensors)
+            _Writer.write_preloaded_data(
+                [self.plan.writer.transforms], index, (path, name, (texts, whole)), outbox, running, use_fsync=True)
             _, written = outbox.get()
             if isinstance(written, Exception):
                 raise written
@@ -125,7 +143,7 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
         "steps": optimizer.steps,
         "skipped_in_a_row": optimizer.skipped_in_a_row,
     }
-    plan, common = _Planned(), _Common("torch", 1)
+    plan, common = _Planned(*FORMAT), _Common("torch", 1)
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     try:
         dist_checkpointing.save(
@@ -136,21 +154,24 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
         raise StoreError(f"checkpoint {directory}: {reasons or 'another rank could not write'}") from None
     except OSError as error:
         raise StoreError(f"checkpoint {error.filename or directory}: {error.strerror or error}") from None
-    buckets, plan.writer.write_buckets = plan.writer.write_buckets or [], []
+    buckets, plan.writer.write_buckets = plan.writer.write_buckets, []
     return ModelSnapshot(directory, plan, common.content, copied(buckets, _storages(network, optimizer)))
 
 
 def copied(buckets: list[Any], live: set[int]) -> list[Any]:
     """The buckets in CPU memory that nobody else writes to.
 
-    On CPU Megatron has copied what it gathered or what is part of a larger buffer; a tensor that it left where it was
-    would be written as it is by then.
+    What was gathered is a copy already; a tensor of the training itself would be written as it is by then.
 
     Args: live: addresses of the storages that the training goes on with.
     """
     return [(path, key, (texts, [
         (item, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor) for item, tensor in tensors]))
-        for path, key, (texts, tensors) in FileSystemWriterAsync.preload_tensors(buckets)]
+        for path, key, (texts, tensors) in _Writer.preload_tensors(buckets)]
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
 
 
 def _storages(network: CausalLM, optimizer: Optimizer) -> set[int]:
@@ -206,26 +227,44 @@ def _repair(part: DistributedOptimizer) -> None:
             if name != "step":
                 target.copy_(tensors[name])
 
-    def gather(**options: Any) -> Any:
-        # Megatron cuts the padding between buckets out but looks parameters up by their padded places. A buffer has
-        # several buckets when the embedding is tied and pp > 1; then states of other parameters were read shifted.
-        state = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
-        for index, buffer in enumerate(part.buffers):
-            for tensors in state[index].values():
-                for name in ("param", "exp_avg", "exp_avg_sq"):
-                    tensors[name] = _spread(tensors[name], buffer)
-        return state
+    def gather(**options: Any) -> dict[Any, Any]:
+        return _gathered(part, fill=not options["empty_data"])
 
     part._set_main_param_and_optimizer_states = fill
     part.get_parameter_state_dp_zero = gather
 
 
-def _spread(dense: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """Put each bucket's elements where they stand in the buffer."""
-    if len(buffer.buckets) == 1:
-        return dense
-    spread, start = dense.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[start : start + bucket.numel_unpadded]
-        start += bucket.numel_unpadded
-    return spread
+@torch.no_grad()
+def _gathered(part: DistributedOptimizer, fill: bool) -> dict[Any, Any]:
+    """Parameters and moments of all data-parallel ranks in CPU memory, each buffer as one flat tensor a state.
+
+    Megatron's own copies everything five times, all of which the training waits for, and cuts the padding between
+    buckets out but looks parameters up by their padded places: a buffer has several buckets when the embedding is tied
+    and pp > 1, and then states of other parameters were read shifted.
+
+    Args: fill: copy the states; else only their shapes are wanted, for loading.
+    """
+    state: dict[Any, Any] = {}
+    for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        ((dtype, of_buckets),) = ranges.items()
+        whole = {name: torch.empty(buffer.numel, dtype=torch.float32) for name in STATES}
+        for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True) if fill else ():
+            tensors = [(part._get_main_param_and_optimizer_states(param), places["gbuf_local"])
+                       for param, places in of_bucket["param_map"].items()]
+            for name in STATES:
+                target = whole[name][bucket.offset : bucket.offset + bucket.grad_data.numel()]
+                _gather(target, [(states[name], place) for states, place in tensors], part.data_parallel_group)
+        state[index] = {dtype: whole}
+    return state
+
+
+def _gather(target: torch.Tensor, own: list[tuple[torch.Tensor, Any]], group: dist.ProcessGroup) -> None:
+    """All ranks' equal parts of a bucket, one after the other in `target`; this rank's is made of tensors at places."""
+    size = group.size()
+    part = target if size == 1 else target.new_empty(len(target) // size, device=torch.cuda.current_device())
+    for tensor, place in own:
+        part[place.start : place.end].copy_(tensor)
+    if size > 1:
+        received = part.new_empty(len(target))
+        dist.all_gather_into_tensor(received, part, group)
+        target.copy_(received)

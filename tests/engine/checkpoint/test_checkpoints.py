@@ -364,20 +364,22 @@ def train_beside_a_slow_save(directory):
     from engine.checkpoint import CheckpointFiles, Checkpoints
     from engine.layout import ParallelLayout
 
-    role, state = SlowRole(), {"iteration": 1}
-    checkpoints = Checkpoints(CheckpointFiles(Path(directory)), start_world(ParallelLayout()))
+    role, state, told = SlowRole(), {"iteration": 1}, []
+    checkpoints = Checkpoints(
+        CheckpointFiles(Path(directory)), start_world(ParallelLayout()),
+        saved=lambda step, blocked_s, whole_s: told.append((step, path.exists(), 0 < blocked_s < whole_s)))
     path = checkpoints.save(1, {"actor": role}, state)
     state["iteration"] = 2
     checkpoints.poll()
-    returned_early = not path.exists()
+    returned_early = not path.exists() and not told
     role.go.set()
     checkpoints.close()
-    return returned_early, json.loads((path / "state.json").read_text()), checkpoints.load({})
+    return returned_early, told, json.loads((path / "state.json").read_text()), checkpoints.load({})
 
 
 def test_the_training_goes_on_while_a_save_is_written_and_no_exit_comes_before_its_end(tmp_path):
-    early, written, loaded = shared_ranks(1).run(train_beside_a_slow_save, str(tmp_path))[0]
-    assert early
+    early, told, written, loaded = shared_ranks(1).run(train_beside_a_slow_save, str(tmp_path))[0]
+    assert early and told == [(1, True, True)]
     assert written == loaded == {"iteration": 1}
 
 
