@@ -1,8 +1,12 @@
 """Airflow and MLflow for tests: the product's own local stack in a directory of its own, its engine a stand-in."""
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import yaml
 
 from tasks import jobs
 from tasks.airflow_api import AirflowAPI
+from tasks.launchers.processes import Mark
 from tasks.stack import USER, Databases, Stack, free_port
 from tests.pipeline.examples import preset
 
@@ -76,6 +81,26 @@ class Airflow:
     def job(self, run_id: str, task_id: str, dag_id: str = "train_ppo") -> Path:
         """The job directory of a task."""
         return jobs.job_directory(self.home, dag_id, run_id, task_id)
+
+    def attempts(self, run_id: str, dag_id: str = "train_ppo") -> dict[str, int]:
+        """Attempts of a run's jobs so far, by task."""
+        directory = self.job(run_id, "any", dag_id).parent
+        return {path.parent.name: int(path.read_text()) for path in directory.glob("*/attempt")}
+
+    @contextlib.contextmanager
+    def second_scheduler(self) -> Iterator[None]:
+        """While inside, two schedulers work on the same database."""
+        second = subprocess.Popen(
+            [sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], env=self.stack.environment(),
+            cwd=self.home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        alive = "/jobs?job_type=SchedulerJob&job_state=running&is_alive=true"
+        try:
+            self.wait(lambda: len(self.api.call("GET", alive)["jobs"]) == 2)
+            yield
+            assert len(self.api.call("GET", alive)["jobs"]) == 2
+        finally:
+            Mark(self.home, None, frozenset({second.pid})).end(grace_s=5.0)
+            second.wait()
 
     def wait(self, condition: Any, seconds: float = 180.0) -> Any:
         """Wait until `condition()` is true; its value."""

@@ -1,4 +1,7 @@
-"""Airflow and MLflow on PostgreSQL: one training run, its review, housekeeping and lineage, as everywhere on SQLite."""
+"""Airflow and MLflow on PostgreSQL: one training run, its review, housekeeping and lineage, as everywhere on SQLite.
+
+And two schedulers, which Airflow supports only where rows can be locked.
+"""
 
 import pytest
 
@@ -24,6 +27,7 @@ def test_a_model_is_trained_reviewed_and_promoted_on_postgresql(tmp_path, monkey
             home.mkdir()
             with Airflow(home, write_engine(tmp_path / "python"), databases) as airflow:
                 train_review_and_look(airflow, server, monkeypatch)
+                train_under_two_schedulers(airflow)
             assert not list(home.rglob("*.db")), "nothing is kept beside PostgreSQL"
     except postgresql.Unavailable as reason:
         pytest.skip(str(reason))
@@ -54,3 +58,12 @@ def train_review_and_look(airflow, server, monkeypatch):
     with server.connect("mlflow") as cursor:
         cursor.execute("SELECT alias, version FROM registered_model_aliases WHERE name = 'tiny'")
         assert cursor.fetchall() == [("champion", int(champion.version))]
+
+
+def train_under_two_schedulers(airflow):
+    with airflow.second_scheduler():
+        run = airflow.api.trigger("train_ppo", {"preset": "tiny"}, "two-schedulers")
+        assert airflow.finished(run)["register"] == "success"
+    # PostgreSQL locks rows: not only the job, every task ran once.
+    assert {ti["try_number"] for ti in airflow.api.tasks("train_ppo", run).values()} <= {0, 1}
+    assert set(airflow.attempts(run).values()) == {1}

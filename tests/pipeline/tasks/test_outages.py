@@ -3,15 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from engine.errors import FaultError
 from tasks import stack
 from tasks.launchers import local
-from tasks.launchers.processes import Mark
 from tests.pipeline.chaos.outage import away, patience_s
 
 
@@ -24,11 +21,6 @@ def started(airflow, run_id, task_id="stage_1.train"):
     return airflow.job(run_id, task_id)
 
 
-def attempts_of(airflow, run_id):
-    return {path.parent.name: int(path.read_text())
-            for path in (airflow.home / "jobs" / "train_ppo" / run_id).glob("*/attempt")}
-
-
 @pytest.mark.slow
 def test_an_outage_of_the_api_server_longer_than_three_heartbeats_disturbs_no_task(airflow):
     # It ends in the middle: the task has to keep its result until somebody takes it.
@@ -39,7 +31,7 @@ def test_an_outage_of_the_api_server_longer_than_three_heartbeats_disturbs_no_ta
         pass
     assert airflow.finished(run)["register"] == "success"
     assert airflow.api.tasks("train_ppo", run)["stage_1.train"]["try_number"] == 1
-    assert set(attempts_of(airflow, run).values()) == {1}
+    assert set(airflow.attempts(run).values()) == {1}
 
 
 @pytest.mark.slow
@@ -57,7 +49,7 @@ def test_everything_but_the_engine_dies_in_mid_training_and_nothing_trains_twice
     assert airflow.finished(run)["register"] == "success"
     tasks = airflow.api.tasks("train_ppo", run)
     assert tasks["stage_1.train"]["try_number"] == 2 < tasks["stage_1.train"]["max_tries"]
-    assert set(attempts_of(airflow, run).values()) == {1}
+    assert set(airflow.attempts(run).values()) == {1}
     # What the dead scheduler had started is gone too: its workers would give tasks a second life.
     assert not {pid for pid in doomed if os.path.exists(f"/proc/{pid}")}
 
@@ -77,21 +69,8 @@ def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(airflow):
 @pytest.mark.slow
 def test_a_second_scheduler_makes_no_job_run_twice(airflow):
     """SQLite has no row locks, so Airflow may give out a task twice; the job that it stands for is there once."""
-    environment = airflow.stack.environment()
-    second = subprocess.Popen([sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], env=environment,
-                              cwd=airflow.home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                              start_new_session=True)
-    try:
-        airflow.wait(lambda: schedulers(airflow) == 2)
+    with airflow.second_scheduler():
         airflow.plan({})
         run = airflow.api.trigger("train_ppo", {"preset": "tiny"}, "two-schedulers")
         assert airflow.finished(run)["register"] == "success"
-        assert set(attempts_of(airflow, run).values()) == {1}
-    finally:
-        Mark(airflow.home, None, frozenset({second.pid})).end(grace_s=5.0)
-        second.wait()
-
-
-def schedulers(airflow):
-    found = airflow.api.call("GET", "/jobs?job_type=SchedulerJob&job_state=running&is_alive=true")
-    return len(found["jobs"])
+        assert set(airflow.attempts(run).values()) == {1}
