@@ -3,9 +3,11 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 
-ENGINE ?= cpu
+# The one that is there; `make setup ENGINE=gpu` changes it.
+ENGINE ?= $(shell grep -qs engine-gpu .venv/engine/.lock-sha256 && echo gpu || echo cpu)
 PRESET ?= default
-BENCH ?= $(filter-out __%,$(notdir $(basename $(wildcard benchmarks/*.py))))
+# trl_grpo is TRL's half of `iteration`, in TRL's environment.
+BENCH ?= $(filter-out __% trl_grpo,$(notdir $(basename $(wildcard benchmarks/*.py))))
 PIPELINE_BENCHMARKS := dag_parse pipeline recovery
 KILLS ?= 200
 SEED ?= 1

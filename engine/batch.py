@@ -81,13 +81,6 @@ def response_mask(batch: TensorDict) -> Tensor:
     return torch.arange(depth, device=batch.device) < batch["response_lengths"][:, None]
 
 
-def response_positions(batch: TensorDict) -> Tensor:
-    """[B, R] int64: where in `input_ids` each response token stands, clamped into the row for masked slots."""
-    depth = batch["rollout_logprobs"].shape[1]
-    positions = batch["prompt_lengths"][:, None] + torch.arange(depth, device=batch.device)
-    return positions.clamp(max=batch["input_ids"].shape[1] - 1)
-
-
 def total_lengths(batch: TensorDict) -> Tensor:
     """[B] int64: tokens of prompt and response."""
     return batch["prompt_lengths"] + batch["response_lengths"]

@@ -14,6 +14,7 @@ from engine.checkpoint.mirror import Mirror
 from engine.errors import SpecError
 from engine.job import Job
 from engine.spec.job import RunResult, hash_spec
+from engine.spec.tracking import parameters
 from engine.spec.train import TrainingSpec
 from engine.tracking import DatasetInput, Tracker
 
@@ -81,6 +82,7 @@ class Stage:
         try:
             if self.world.rank == 0:
                 with Tracker(self.job.dir, self.spec.tracking) as tracker:
+                    tracker.log_params(parameters(self.spec, without={"tracking", "schema_version"}))
                     tracker.log_input(dataset)
                     self._train(tracker)
             else:

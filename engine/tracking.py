@@ -33,8 +33,6 @@ class Tracker:
         self._last_step = _last_step(self._metrics)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._sender = Sender(job_dir, uri, spec.run_id) if uri and spec.run_id else None
-        if spec.tags:
-            self.set_tags(spec.tags)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one iteration. Steps rise; a step already written is skipped."""
@@ -46,12 +44,8 @@ class Tracker:
         self._last_step = step
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Parameters of the run; MLflow refuses another value for one that is set."""
+        """Parameters of the run, to filter and compare runs by; MLflow refuses another value for one that is set."""
         self._append(self._outbox, {"params": {key: str(value) for key, value in params.items()}})
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Tags of the run."""
-        self._append(self._outbox, {"tags": dict(tags)})
 
     def log_input(self, dataset: DatasetInput) -> None:
         """A prompt set the stage reads."""

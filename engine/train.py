@@ -60,6 +60,8 @@ class PolicyLearner:
         self.dataflow = iteration_for(spec.algorithm)
         self.algorithm = initial_state(spec.algorithm)
         self.alarms_in_a_row = 0
+        self.alarms = 0.0
+        """Rows with NaN or infinity, over all stages so far."""
 
     def begin(self) -> Metrics:
         """Nothing: what the first iteration generates is the measurement."""
@@ -93,17 +95,18 @@ class PolicyLearner:
     def state(self) -> dict[str, Any]:
         """See `engine.stage.Learner`."""
         return {"algorithm": asdict(self.algorithm), "alarms_in_a_row": self.alarms_in_a_row,
-                "cursor": self.roles.cursor.state()}
+                "alarms": self.alarms, "cursor": self.roles.cursor.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See `engine.stage.Learner`."""
         self.roles.cursor = PromptCursor.restore(self.roles.cursor.prompts, state["cursor"])
         self.algorithm = AlgorithmState(**state["algorithm"])
-        self.alarms_in_a_row = state["alarms_in_a_row"]
+        self.alarms_in_a_row, self.alarms = state["alarms_in_a_row"], state["alarms"]
 
     def summary(self) -> Metrics:
-        """Peak memory by phase."""
-        return {f"memory/{phase}_bytes": float(peak) for phase, peak in self.clock.peak_bytes.items()}
+        """Peak memory by phase; alarms of all iterations, which a gate may limit, not of the last one alone."""
+        peaks = {f"memory/{phase}_bytes": float(peak) for phase, peak in self.clock.peak_bytes.items()}
+        return {"alarms/nan": self.alarms, **peaks}
 
     def export(self, target: Path) -> None:
         """The policy."""
@@ -112,6 +115,7 @@ class PolicyLearner:
 
     def _check(self, iteration: int, batch: Any, metrics: Metrics) -> None:
         """Count iterations whose numbers were not finite; the dataflow has updated nothing in them."""
+        self.alarms += metrics["alarms/nan"]
         self.alarms_in_a_row = self.alarms_in_a_row + 1 if metrics["alarms/nan"] else 0
         if self.alarms_in_a_row:
             self.job.event("alarm", iteration=iteration, rows=metrics["alarms/nan"],

@@ -10,7 +10,7 @@ from engine.errors import DataError, ModelError, SpecError
 from engine.layout import check_generation_layout, read_model_shape
 from engine.spec import EvaluateSpec, RewardModelReward, RunResult, hash_spec
 from engine.store import MANIFEST, exists, is_s3, join, read_text
-from tasks import deployment, pipeline, registry, runs, stages, tracking
+from tasks import deployment, links, pipeline, registry, runs, stages, tracking
 from tasks.operators import airflow_errors
 
 NAME = "eval"
@@ -32,7 +32,7 @@ def begin(**context: Any) -> dict[str, str]:
         where = tracking.parent_run(
             plan.registry.experiment, f"{ti.dag_id}/{ti.run_id}", name=f"evaluate {label}", lineage=tracking.Lineage(
                 git_sha=tracking.git_sha(), base_model=label, spec_hash=hash_spec(plan), data_hash=prompts_hash,
-                airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id))
+                airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id, airflow_url=links.run_page(ti.dag_id, ti.run_id)))
         if where is None:
             raise SpecError("MLFLOW_TRACKING_URI is not set, so there is nowhere to put the result; set it for the "
                             "workers")

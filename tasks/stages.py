@@ -110,11 +110,11 @@ def train_spec(run: Run, stage: int) -> TrainSpec:
     """
     section = dict(run.pipeline.train)
     numbers = run.pipeline.train_numbers
-    actor = numbers.actor
-    if actor.schedule != "constant" and actor.decay_steps is None:
-        # One schedule over all stages: the engine sees one stage only.
-        steps = numbers.iterations * numbers.epochs * numbers.minibatches * run.pipeline.stages.count
-        section["actor"] = {**section["actor"], "decay_steps": steps}
+    # One schedule over all stages: the engine sees one stage only.
+    steps = numbers.iterations * numbers.epochs * numbers.minibatches * run.pipeline.stages.count
+    for role, optimizer in (("actor", numbers.actor), ("critic", numbers.critic)):
+        if optimizer is not None and optimizer.schedule != "constant" and optimizer.decay_steps is None:
+            section[role] = {**section[role], "decay_steps": steps}
     resume_from = None
     if stage > 1:
         resume_from = output(run, train_task(stage - 1), "checkpoint")

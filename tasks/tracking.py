@@ -75,8 +75,7 @@ def stage_run(parent: TrackingSpec | None, stage: str, *, lineage: Lineage) -> T
     return TrackingSpec(experiment=parent.experiment, run_id=run_id, parent_run_id=parent.run_id)
 
 
-def finish_run(tracking: TrackingSpec | None, *, status: str, metrics: Mapping[str, float] | None = None,
-               tags: Mapping[str, str] | None = None) -> None:
+def finish_run(tracking: TrackingSpec | None, *, status: str, metrics: Mapping[str, float] | None = None) -> None:
     """End a run with `FINISHED`, `FAILED` or `KILLED`; idempotent.
 
     Args:
@@ -84,26 +83,16 @@ def finish_run(tracking: TrackingSpec | None, *, status: str, metrics: Mapping[s
     """
     if tracking is None or tracking.run_id is None:
         return
-    from mlflow.entities import Metric, RunTag
+    from mlflow.entities import Metric
 
     with mlflow_client() as client:
         run = client.get_run(tracking.run_id)
         # The run's own start as the time: the same numbers written again are then the same rows.
         values = [Metric(clean_metric_name(name), value, run.info.start_time, 0)
                   for name, value in (metrics or {}).items()]
-        run_tags = [RunTag(key, text) for key, text in (tags or {}).items()]
-        client.log_batch(tracking.run_id, metrics=values, tags=run_tags)
+        client.log_batch(tracking.run_id, metrics=values)
         if run.info.status != status:
             client.set_terminated(tracking.run_id, status)
-
-
-def log_files(tracking: TrackingSpec | None, path: Path, folder: str) -> None:
-    """Upload a file, or all files of a directory, to the run's artifacts below `folder`."""
-    if tracking is None or tracking.run_id is None:
-        return
-    with mlflow_client() as client:
-        upload = client.log_artifacts if path.is_dir() else client.log_artifact
-        upload(tracking.run_id, str(path), folder)
 
 
 def log_text(tracking: TrackingSpec | None, text: str, name: str) -> None:

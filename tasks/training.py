@@ -34,7 +34,7 @@ def begin(**context: Any) -> dict[str, str]:
             plan.registry.experiment, f"{ti.dag_id}/{ti.run_id}", name=f"{params['preset']} {ti.run_id}",
             lineage=tracking.Lineage(
                 git_sha=tracking.git_sha(), base_model=version or base, spec_hash=hash_spec(plan),
-                airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id))
+                airflow_dag_id=ti.dag_id, airflow_run_id=ti.run_id, airflow_url=links.run_page(ti.dag_id, ti.run_id)))
         if parent is None:
             raise SpecError("MLFLOW_TRACKING_URI is not set, so there is no registry; set it for the workers")
         root = runs.run_root(ti.dag_id, ti.run_id)

@@ -11,7 +11,7 @@ from engine.layout import ModelShape, ParallelLayout, check_layout
 from engine.resharding.boxes import Box, box_shape, full_box
 from engine.resharding.catalog import LogicalTensor, catalog
 from engine.resharding.rows import Interval, even, padded, padded_part
-from engine.resharding.sharding import Cell, Holdings, Piece, Sharding, globalise, merge_cells
+from engine.resharding.sharding import Cell, Piece, Sharding, globalise, merge_cells
 
 _QKV = "self_attention.linear_qkv"
 _LAYER_PARAMS = {
@@ -228,8 +228,3 @@ class RewardModelSharding(MegatronSharding):
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:
     """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of `multiple` x tp."""
     return padded(vocab_size, multiple * tp)
-
-
-def megatron_holdings(shape: ModelShape, layout: ParallelLayout, rank: int, **options) -> Holdings:
-    """What `rank` holds under Megatron; options as in `MegatronSharding`."""
-    return MegatronSharding(shape, layout, **options).holdings(rank)

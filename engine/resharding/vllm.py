@@ -11,7 +11,7 @@ from engine.layout import GenerationLayout, ModelShape, check_generation_layout
 from engine.resharding.boxes import Box, box_shape, full_box
 from engine.resharding.catalog import LogicalTensor, catalog
 from engine.resharding.rows import Interval, even, padded, padded_part
-from engine.resharding.sharding import Cell, Holdings, Piece, Sharding, globalise, merge_cells
+from engine.resharding.sharding import Cell, Piece, Sharding, globalise, merge_cells
 
 VOCAB_PADDING = 64
 """Rows vLLM pads its vocabulary tables to a multiple of (DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -157,8 +157,3 @@ class VllmSharding(Sharding):
             if tensor.part in ("embed", "lm_head"):
                 shapes[self._param_name(tensor)] = (self.vocab_rows // self.tp, *tensor.shape[1:])
         return shapes
-
-
-def vllm_holdings(shape: ModelShape, layout: GenerationLayout, rank: int, world_size: int, **options) -> Holdings:
-    """What `rank` holds under vLLM; options as in `VllmSharding`."""
-    return VllmSharding(shape, layout, world_size, **options).holdings(rank)

@@ -2,6 +2,8 @@
 
 import hashlib
 import re
+from collections.abc import Set
+from typing import Any
 
 from engine.spec.base import Spec
 
@@ -18,9 +20,6 @@ class TrackingSpec(Spec):
     """The stage's own (nested) run, made by the task so that a retry has the same one."""
     parent_run_id: str | None = None
     """The DAG run's run."""
-    tags: dict[str, str] = {}
-    """Lineage: Airflow URLs, spec hash, git sha."""
-
 
 def clean_metric_name(name: str) -> str:
     """A name that MLflow accepts; different names stay different.
@@ -35,3 +34,21 @@ def clean_metric_name(name: str) -> str:
     if cleaned == name and 0 < len(name) <= MAX_NAME_LENGTH:
         return name
     return f"{cleaned[: MAX_NAME_LENGTH - 13]}.{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:12]}"
+
+
+def parameters(spec: Spec, without: Set[str] = frozenset()) -> dict[str, Any]:
+    """The numbers and texts of a spec by dotted name: `actor.lr`, `rewards.0.kind`; what is None is left out.
+
+    Args: without: fields of the spec to leave out.
+    """
+    found: dict[str, Any] = {}
+
+    def collect(name: str, value: Any) -> None:
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        if inner is None:
+            found[name] = value
+        for key, part in inner or ():
+            collect(f"{name}.{key}" if name else str(key), part)
+
+    collect("", spec.model_dump(mode="json", exclude=set(without), exclude_none=True))
+    return found

@@ -22,7 +22,7 @@ class OptimizerSpec(Spec):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
     decay_steps: int | None = Field(None, ge=1)
-    """Optimizer steps over which the schedule runs; None: those of this stage."""
+    """Optimizer steps over which the schedule runs; None: those of this stage, in a pipeline of all stages."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     epsilon: float = Field(1e-8, gt=0)

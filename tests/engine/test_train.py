@@ -95,6 +95,10 @@ def test_a_stage_trains_what_it_exports_and_samples_from_what_it_trained(world, 
         names = ("generate", "score", "logprobs", "values", "update", "transition")
         phases = sum(row[f"time/{phase}_s"] for phase in names)
         assert phases + row["time/other_s"] == pytest.approx(row["time/iteration_s"])
+    outbox = [json.loads(line) for line in (undisturbed / "tracking.jsonl").read_text().splitlines()]
+    (params,) = [message["params"] for message in outbox if "params" in message]
+    assert params["actor.lr"] == "0.0001" and params["algorithm.kind"] == "ppo" and params["rewards.0.kind"] == "regex"
+    assert not [name for name in params if name.startswith("tracking")] and "resume_from" not in params
     # Weights travel once an iteration, before its only rollout.
     assert result["policy_version"] == 3
     kept = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())

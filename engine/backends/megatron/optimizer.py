@@ -77,10 +77,6 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         return lr
 
-    def reload_weights(self) -> None:
-        """Take the network's parameters, written from outside, as the main weights."""
-        self.megatron.reload_model_params()
-
 
 def _optimizer_config(spec: OptimizerSpec, config: Any) -> OptimizerConfig:
     return OptimizerConfig(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.algorithms.kl import full_kl
-from engine.batch import Sample, concat, make_batch, response_mask, response_positions
+from engine.batch import Sample, concat, make_batch, response_mask
 from engine.dataflows.objectives import ActorObjective, CriticObjective
 
 WORDS, END, LIMIT, PROMPTS = 4, 3, 3, 8
@@ -30,6 +30,12 @@ class Table(torch.nn.Module):
         before[:, 0] = WORDS
         prompts = batch["input_ids"][:, 0]
         return self.table[prompts[:, None], torch.arange(depth)[None], before]
+
+
+def response_positions(batch):
+    """[B, R]: where in `input_ids` each response token stands, clamped into the row for masked slots."""
+    depth = batch["rollout_logprobs"].shape[1]
+    return (batch["prompt_lengths"][:, None] + torch.arange(depth)).clamp(max=batch["input_ids"].shape[1] - 1)
 
 
 def logprobs_of(model, batch):

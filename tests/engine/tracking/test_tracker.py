@@ -110,7 +110,7 @@ def test_a_line_torn_by_a_kill_is_dropped_and_its_step_written_again(tmp_path):
 def test_everything_reaches_the_run(tmp_path, client, run_id):
     report = tmp_path / "report.html"
     report.write_text("<p>report</p>")
-    with Tracker(tmp_path, TrackingSpec(run_id=run_id, tags={"ratchet.git_sha": "abc"})) as tracker:
+    with Tracker(tmp_path, TrackingSpec(run_id=run_id)) as tracker:
         tracker.log_params({"lr": 1e-5, "odd (name)": "x" * 10_000})
         tracker.log_input(DatasetInput("sums", "f" * 64, "s3://bucket/prompts"))
         for step in range(4):
@@ -119,7 +119,7 @@ def test_everything_reaches_the_run(tmp_path, client, run_id):
     run = client.get_run(run_id)
     assert _steps(client, run_id) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
     assert len(_steps(client, run_id, clean_metric_name("timing(s)"))) == 4
-    assert run.data.params["lr"] == "1e-05" and run.data.tags["ratchet.git_sha"] == "abc"
+    assert run.data.params["lr"] == "1e-05"
     assert run.inputs.dataset_inputs[0].dataset.name == "sums"
     assert json.loads(run.inputs.dataset_inputs[0].dataset.source) == {"uri": "s3://bucket/prompts"}
     assert [f.path for f in client.list_artifacts(run_id, "report")] == ["report/report.html"]
@@ -165,10 +165,10 @@ def test_a_refused_message_does_not_stop_the_others(tmp_path, client, run_id, ca
         tracker.log_params({"lr": 1})
         tracker.log_params({"lr": 2})  # MLflow keeps the first value of a parameter
         tracker.log_artifact(tmp_path / "not there")
-        tracker.set_tags({"after": "yes"})
+        tracker.log_params({"after": "yes"})
         tracker.log(0, {"reward/mean": 0})
     run = client.get_run(run_id)
-    assert run.data.params["lr"] == "1" and run.data.tags["after"] == "yes" and _steps(client, run_id) == [(0, 0.0)]
+    assert run.data.params == {"lr": "1", "after": "yes"} and _steps(client, run_id) == [(0, 0.0)]
     assert "refused params" in caplog.text and "refused artifact" in caplog.text
 
 

@@ -222,9 +222,10 @@ def test_a_missing_result_is_an_error_that_names_the_task():
 
 
 def test_one_schedule_runs_over_all_stages():
-    section = train_section(actor={"lr": 1e-3, "schedule": "cosine"}, minibatches=2, epochs=3)
+    cosine = {"lr": 1e-3, "schedule": "cosine"}
+    section = train_section(actor=cosine, critic=cosine, minibatches=2, epochs=3)
     spec = stages.train_spec(run_of(plan(train=section, stages={"count": 4}), prepare=PROMPTS), 1)
-    assert spec.actor.decay_steps == 3 * 3 * 2 * 4
+    assert spec.actor.decay_steps == spec.critic.decay_steps == 3 * 3 * 2 * 4
     said = train_section(actor={"lr": 1e-3, "schedule": "cosine", "decay_steps": 5})
     assert stages.train_spec(run_of(plan(train=said), prepare=PROMPTS), 1).actor.decay_steps == 5
 
