@@ -3,6 +3,7 @@
 Exit codes: 0 done; 2 the spec, the data or the model is wrong; 3 a fault that a retry can mend; 4 numerics; 130 killed.
 """
 
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -11,8 +12,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_REFUSED, RefusedError, SpecError, exit_code_of
+from engine.errors import EXIT_FAULT, EXIT_KILLED, EXIT_NUMERICS, EXIT_REFUSED, RefusedError, SpecError, exit_code_of
 
+PR_SET_PDEATHSIG = 1
 STAGES = ("prepare", "finetune", "train", "evaluate", "report")
 USAGE = f"usage: python -m engine {{{','.join(STAGES)}}} JOB_DIR | python -m engine info [--json]"
 
@@ -47,7 +49,7 @@ def world_size_of(stage: str, directory: Path) -> int:
 
 
 def start_ranks(stage: str, directory: Path) -> int:
-    """Start the ranks of a job on this machine and return the exit code of the first that failed.
+    """Start the ranks of a job on this machine and return the exit code of the one that failed.
 
     torchrun's own command would turn every failure into exit 1.
     """
@@ -61,8 +63,9 @@ def start_ranks(stage: str, directory: Path) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "engine", stage, str(directory))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else EXIT_FAULT
+        # A rank that refuses takes its peers along: they die of the broken connection, some in the same moment.
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return next((code for code in (EXIT_REFUSED, EXIT_NUMERICS) if code in codes), EXIT_FAULT)
     except KeyboardInterrupt:
         return EXIT_KILLED
     return 0
@@ -73,6 +76,9 @@ def run_stage(stage: str, directory: Path) -> int:
     from engine.job import Job, print_error
     from engine.spec import load_spec
 
+    if "WORLD_SIZE" in os.environ:
+        # A rank must not outlive the process that started it; nobody else would end it.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     spec = None
     try:
         spec = load_spec(directory)

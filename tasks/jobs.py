@@ -67,6 +67,8 @@ class JobState:
     attempt: int = 0
     exit_code: int | None = None
     signal: int | None = None
+    leased: bool = True
+    """False: it ended because other jobs held the slots."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = 
         if not changes and state.phase in ("running", "done"):
             return Submission(state, adopted=True)
         launcher.kill(directory)
-        attempt = archive_attempt(directory, state)
+        # Asked again: the job of a submitter that died may have written its record in between.
+        attempt = archive_attempt(directory, state_of(directory, launcher))
         hand_over(directory, attempt)
         if changes:
             start_over(directory, spec, attempt - 1)
@@ -147,7 +150,7 @@ def state_of(directory: Path, launcher: Launcher) -> JobState:
     code = ended["code"]
     if code == 0 and read_result(directory) is None:
         code = EXIT_FAULT
-    return JobState("done" if code == 0 else "failed", attempt, code, ended["signal"])
+    return JobState("done" if code == 0 else "failed", attempt, code, ended["signal"], ended.get("leased", True))
 
 
 def read_result(directory: Path) -> RunResult | None:
@@ -175,10 +178,10 @@ def kill(directory: Path, launcher: Launcher) -> None:
             {"code": EXIT_KILLED, "signal": 9, "attempt": state.attempt, "started": None, "finished": time.time()}))
 
 
-def running(home: Path, launcher: Launcher) -> list[Path]:
-    """Directories of all jobs that run now."""
-    found = sorted((home / "jobs").glob(f"*/*/**/{JOB_FILE}"))
-    return [path.parent for path in found if state_of(path.parent, launcher).phase == "running"]
+def running(home: Path, launcher: Launcher, *, or_lost: bool = False) -> list[Path]:
+    """Directories of all jobs that run now; `or_lost`: also of those whose processes nobody has ended."""
+    found, phases = sorted((home / "jobs").glob(f"*/*/**/{JOB_FILE}")), {"running", *(["lost"] if or_lost else [])}
+    return [path.parent for path in found if state_of(path.parent, launcher).phase in phases]
 
 
 @contextlib.contextmanager

@@ -2,15 +2,22 @@
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import BaseOperator, ResumableJobMixin, SkipMixin
 from airflow.sdk.definitions.context import Context
-from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowRescheduleException,
+    AirflowSkipException,
+    AirflowTaskTimeout,
+)
 
 from engine.errors import EXIT_NUMERICS, EXIT_REFUSED, FaultError, RefusedError
 from engine.spec import RunResult, RunSpec
@@ -26,6 +33,8 @@ RETRIES = {"retries": 25, "retry_delay": timedelta(seconds=5), "retry_exponentia
 Airflow counts the deaths of tasks and schedulers too and never forgets one: a stage of a day that met eight of them
 must not wait long for its next try."""
 POLL_S = 0.5
+NO_SLOT_PAUSE = timedelta(seconds=60)
+"""Before a task whose job found no free slot asks for its place in the pool again."""
 REATTACH_LINES = 30
 """Lines of the past that a task shows when it takes over a running job."""
 
@@ -62,7 +71,8 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
         """Args: spec: makes the job's spec when the task runs."""
         super().__init__(**kwargs)
         self.make_spec = spec
-        self._killed = False
+        self._stopping: threading.Thread | None = None
+        """Since Airflow has sent SIGTERM: what decides about the engine."""
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Returns: `RunResult` as a dictionary: URIs and a few numbers."""
@@ -74,8 +84,13 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             self._directory = jobs.job_directory(
                 deployment.home(), ti.dag_id, ti.run_id, ti.task_id, ti.map_index if ti.map_index is not None else -1)
             self.log.info("Job directory: %s", self._directory)
-            jobs.note_task(self._directory, dag_id=ti.dag_id, run_id=ti.run_id, task_id=ti.task_id)
-            return self.execute_resumable(context)
+            self._ids = {"dag_id": ti.dag_id, "run_id": ti.run_id, "task_id": ti.task_id}
+            jobs.note_task(self._directory, **self._ids)
+            try:
+                return self.execute_resumable(context)
+            except AirflowTaskTimeout:
+                jobs.kill(self._directory, self._launcher)
+                raise
 
     def submit_job(self, context: Context) -> str:
         """Start the job, or adopt it."""
@@ -109,11 +124,17 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
 
         Raises:
             AirflowFailException: exit 2 or 4, never retried. AirflowException: any other end but 0.
+            AirflowRescheduleException: other jobs hold the GPUs; no try is used up.
         """
         while True:
             state, lines = self._follow()
             if state.phase == "done":
                 return self.get_job_result(external_id, context)
+            if state.phase == "lost":
+                self._launcher.kill(self._directory)  # nobody watches what is left of it
+            if not state.leased:
+                self.log.info("Other jobs hold the slots of this machine; the place in the pool is free for them")
+                raise AirflowRescheduleException(datetime.now(UTC) + NO_SLOT_PAUSE)
             failure = self._failure(state, lines)
             if isinstance(failure, AirflowFailException) or not jobs.got_further(self._directory):
                 raise failure
@@ -130,10 +151,10 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             for line in lines:
                 self.log.info("%s", readable(line))
             (self._directory / FOLLOWED_FILE).touch()
-            if self._killed:
+            if self._stopping is not None:
+                self._stopping.join()
                 # Once more: the signal may have come just before the job was started.
-                jobs.kill(self._directory, self._launcher)
-                raise AirflowException("the task was stopped; its engine job has been ended")
+                raise AirflowException(f"the task was stopped; its engine job {self._end_or_leave()}")
             if ended:
                 return state, lines
             time.sleep(POLL_S)
@@ -152,10 +173,32 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
         return openlineage.lineage(openlineage.job_inputs(self._spec, result), openlineage.job_outputs(result))
 
     def on_kill(self) -> None:
-        """End the engine's processes. Airflow goes on with `execute` afterwards and kills this process 5 s later."""
-        self._killed = True
-        if hasattr(self, "_directory"):
-            jobs.kill(self._directory, self._launcher)
+        """SIGTERM has come: end the engine, unless Airflow still wants this try.
+
+        In a thread: the main one may be in the middle of a request. Airflow goes on with `execute` afterwards and kills
+        this process 5 s later.
+        """
+        if hasattr(self, "_ids") and self._stopping is None:
+            self._stopping = threading.Thread(target=self._end_or_leave, name="stop", daemon=True)
+            self._stopping.start()
+
+    def _end_or_leave(self) -> str:
+        """What became of the engine.
+
+        A person who fails or clears a task has changed its state before the signal comes. Where the task is still
+        `running`, or nobody can say, a worker is going down or the API server is away: the next try takes over.
+        """
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+        try:
+            states = RuntimeTaskInstance.get_task_states(
+                self._ids["dag_id"], task_ids=[self._ids["task_id"]], run_ids=[self._ids["run_id"]])
+        except Exception as error:  # noqa: BLE001
+            return f"goes on: Airflow does not say what became of the task ({type(error).__name__})"
+        if states.get(self._ids["run_id"], {}).get(self._ids["task_id"]) == "running":
+            return "goes on: Airflow wants it, the next try takes it over"
+        jobs.kill(self._directory, self._launcher)
+        return "has been ended"
 
     def _failure(self, state: jobs.JobState, lines: list[str]) -> AirflowException:
         said = next((line for line in reversed(lines) if line.startswith("error:")), "")

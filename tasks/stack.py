@@ -134,7 +134,7 @@ class Stack:
             self._monitor.join()
         self._end_components()
         # After the scheduler: nothing can start another one now.
-        for directory in jobs.running(self.home, local):
+        for directory in jobs.running(self.home, local, or_lost=True):
             jobs.kill(directory, local)
         for component in self._components:
             if component.process is not None:
@@ -282,7 +282,12 @@ class Stack:
     def _watch(self) -> None:
         while not self._stopping.wait(0.5):
             for component in self._components:
-                self._revive(component)
+                try:
+                    self._revive(component)
+                except OSError as error:
+                    # A full disk: the others need their supervisor all the same.
+                    self._say(f"{component.name} cannot be started: {error}; trying again in {LONGEST_BACKOFF_S:.0f} s")
+                    component.restart_at = time.monotonic() + LONGEST_BACKOFF_S
 
     def _revive(self, component: Component) -> None:
         now = time.monotonic()

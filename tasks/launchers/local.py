@@ -16,6 +16,8 @@ from tasks.launchers.deadman import FIRST_BEAT_LIMIT_S, FOLLOWED_LIMIT_S, HEARTB
 from tasks.launchers.processes import JOB_VARIABLE, Mark, is_running, session_of
 
 START_LIMIT_S = 30.0
+LEASE_LIMIT_S = 300.0
+"""To a free slot; then the job ends, so that its task gives its place in Airflow's pool to another."""
 KILL_GRACE_S = 2.5
 WITHOUT_SLOT = ("prepare", "report")
 FOREIGN_HEARTBEAT_S = 60.0
@@ -31,8 +33,9 @@ def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_
     slots, need, gpus = slots_for(stage, ranks)
     command = [deployment.engine_python(), "-u", "-m", "engine", stage, str(directory)]
     config = {"directory": str(directory), "attempt": attempt, "command": command, "slots": slots, "need": need,
-              "gpus": gpus, "limits": {"heartbeat_limit_s": HEARTBEAT_LIMIT_S, "first_limit_s": FIRST_BEAT_LIMIT_S,
-                                       "stall_limit_s": stall_limit_s, "followed_limit_s": FOLLOWED_LIMIT_S}}
+              "gpus": gpus, "lease_limit_s": LEASE_LIMIT_S,
+              "limits": {"heartbeat_limit_s": HEARTBEAT_LIMIT_S, "first_limit_s": FIRST_BEAT_LIMIT_S,
+                         "stall_limit_s": stall_limit_s, "followed_limit_s": FOLLOWED_LIMIT_S}}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE_PREFIXES)}
     environment |= {JOB_VARIABLE: str(directory), ATTEMPT_VARIABLE: str(attempt), "PYTHONPATH": str(root),
                     "PYTHONUNBUFFERED": "1"}

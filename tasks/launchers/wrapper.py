@@ -31,11 +31,15 @@ STACKS_S = 1.0
 EXIT_FAULT = 3
 EXIT_KILLED = 130
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Stopped(BaseException):
     """SIGTERM or SIGINT arrived."""
+
+
+class NoSlot(Exception):
+    """Other jobs hold the slots."""
 
 
 def main(config: dict[str, Any]) -> int:
@@ -43,7 +47,7 @@ def main(config: dict[str, Any]) -> int:
 
     Args:
         config: `directory`, `attempt`, `command` (argv), `slots` (files of which to hold `need`), `need`, `gpus`
-            (whether slots are GPUs), `limits` (of `DeadMan`, and `followed_limit_s`).
+            (whether slots are GPUs), `lease_limit_s`, `limits` (of `DeadMan`, and `followed_limit_s`).
     """
     directory = Path(config["directory"])
     with open(directory / LOCK_FILE, "a") as lock:
@@ -55,10 +59,14 @@ def main(config: dict[str, Any]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         started = time.time()
         write_json(directory / "job.json", describe(config, started))
-        code, signum = run(directory, config)
+        leased = True
+        try:
+            code, signum = run(directory, config)
+        except NoSlot:
+            code, signum, leased = EXIT_FAULT, None, False
         if may_write(directory, config["attempt"]):
             write_json(directory / "exit.json", {
-                "code": code, "signal": signum, "attempt": config["attempt"], "started": started,
+                "code": code, "signal": signum, "attempt": config["attempt"], "leased": leased, "started": started,
                 "finished": time.time()})
     return 0
 
@@ -82,7 +90,11 @@ def mark_of(directory: Path) -> Mark:
 
 
 def run(directory: Path, config: dict[str, Any]) -> tuple[int, int | None]:
-    """Wait for the lease, run the engine; returns (exit code, signal that ended it)."""
+    """Wait for the lease, run the engine; returns (exit code, signal that ended it).
+
+    Raises:
+        NoSlot: there was no lease in time.
+    """
     try:
         for signum in STOP_SIGNALS:
             signal.signal(signum, _stop)
@@ -98,12 +110,12 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
     """Start the engine and wait for it; when this returns no process of the job is left but this one."""
     environment = dict(os.environ)
     if config["gpus"]:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(slots, environment.get("CUDA_VISIBLE_DEVICES"))
     watch = Watch(directory, config["limits"])
     try:
         engine = subprocess.Popen(
             config["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=directory,
-            env=environment)
+            env=environment, preexec_fn=die_with_the_wrapper)
         watch.start()
         status = reap_until(engine.pid)
         watch.stop()
@@ -121,6 +133,17 @@ def run_engine(directory: Path, config: dict[str, Any], slots: list[int], log: I
     if os.WIFSIGNALED(status):
         return 128 + os.WTERMSIG(status), os.WTERMSIG(status)
     return os.WEXITSTATUS(status), None
+
+
+def visible_devices(slots: list[int], allowed: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a job that holds these slots: of the devices that this process may see, if not all."""
+    devices = [name.strip() for name in allowed.split(",")] if allowed else None
+    return ",".join(devices[slot] if devices else str(slot) for slot in slots)
+
+
+def die_with_the_wrapper() -> None:
+    """In the engine, before it starts: a wrapper that is killed gives its lease back, so nothing may run on."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Watch(threading.Thread):
@@ -165,8 +188,12 @@ def reap_until(pid: int) -> int:
 
 @contextlib.contextmanager
 def lease(config: dict[str, Any], log: IO[bytes]) -> Iterator[list[int]]:
-    """Hold `need` of the slot files while inside; the numbers of those held. Waits, saying so in the log."""
-    said = False
+    """Hold `need` of the slot files while inside; the numbers of those held. Waits, saying so in the log.
+
+    Raises:
+        NoSlot: after `lease_limit_s`; whoever waits for this job may hold what the job with the slots needs to go on.
+    """
+    said, deadline = False, time.monotonic() + config["lease_limit_s"]
     while True:
         with contextlib.ExitStack() as files:
             free = (number for number, path in enumerate(config["slots"]) if _lock(files, path))
@@ -179,6 +206,8 @@ def lease(config: dict[str, Any], log: IO[bytes]) -> Iterator[list[int]]:
             event = {"event": "waiting", "slots_needed": config["need"], "slots": len(config["slots"])}
             log.write(json.dumps(event).encode() + b"\n")
             said = True
+        if time.monotonic() > deadline:
+            raise NoSlot
         time.sleep(0.2 + 0.2 * (os.getpid() % 8) / 8)
 
 
