@@ -44,6 +44,13 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
         return None
 
 
+def unsent_bytes(job_dir: Path) -> int:
+    """What of a job's metrics and messages MLflow does not have yet."""
+    sent = json.loads((job_dir / SENT_FILE).read_text()) if (job_dir / SENT_FILE).exists() else {}
+    files = {"metrics": job_dir / METRICS_FILE, "outbox": job_dir / OUTBOX_FILE}
+    return sum(path.stat().st_size - sent.get(name, 0) for name, path in files.items() if path.exists())
+
+
 class _Refused(Exception):
     """The server will never take this; trying again cannot help."""
 
@@ -72,11 +79,11 @@ class Sender:
         self._finishing.set()
         self._woken.set()
         self._thread.join(deadline_s)
-        left = {name: self._size(name) - self._sent[name] for name in self._sent}
-        if any(left.values()):
+        left = unsent_bytes(self._sent_file.parent)
+        if left:
             log.warning("tracking: MLflow did not take everything within %.0f s, %d bytes are kept in %s",
-                        deadline_s, sum(left.values()), self._sent_file.parent)
-        return not any(left.values())
+                        deadline_s, left, self._sent_file.parent)
+        return not left
 
     def _size(self, name: str) -> int:
         path = self._paths[name]

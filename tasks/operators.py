@@ -160,7 +160,12 @@ class EngineOperator(ResumableJobMixin, BaseOperator):
             time.sleep(POLL_S)
 
     def get_job_result(self, external_id: Any, context: Context) -> dict[str, Any]:
-        """The result of a finished job."""
+        """The result of a finished job, when MLflow has what it measured.
+
+        Raises:
+            FaultError: MLflow does not answer; the next try only sends what is left.
+        """
+        tracking.send_left(self._directory, getattr(self._spec, "tracking", None))
         result = jobs.read_result(self._directory)
         assert isinstance(result, RunResult), f"{self._directory}: done without a result"
         return result.model_dump()

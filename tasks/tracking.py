@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from engine.errors import FaultError, RefusedError
+from engine.mlflow_sender import Sender, unsent_bytes
 from engine.spec.tracking import TrackingSpec, clean_metric_name
 from engine.store import hash_dir
 from tasks import deployment
@@ -18,6 +19,7 @@ from tasks import deployment
 KEY_TAG = "ratchet.key"
 """Identity of a run: whoever asks with the same key gets the same run."""
 
+SEND_LIMIT_S = 60.0
 TAGS_AT_ONCE = 100
 """MLflow takes no more in one request."""
 
@@ -93,6 +95,19 @@ def finish_run(tracking: TrackingSpec | None, *, status: str, metrics: Mapping[s
         client.log_batch(tracking.run_id, metrics=values)
         if run.info.status != status:
             client.set_terminated(tracking.run_id, status)
+
+
+def send_left(job: Path, tracking: TrackingSpec | None) -> None:
+    """Send what a job that has ended measured while MLflow was away; nothing when MLflow has it all.
+
+    Raises:
+        FaultError: MLflow is still away; what is left stays in the job directory.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri or tracking is None or tracking.run_id is None or not unsent_bytes(job):
+        return
+    if not Sender(job, uri, tracking.run_id).finish(SEND_LIMIT_S):
+        raise FaultError(f"MLflow at {_public_uri()} has not taken all that {job} measured; is it up?")
 
 
 def log_text(tracking: TrackingSpec | None, text: str, name: str) -> None:

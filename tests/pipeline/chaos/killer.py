@@ -1,5 +1,6 @@
 """Kills parts of a running pipeline at moments that a seed and the progress of its engine jobs decide."""
 
+import contextlib
 import json
 import os
 import random
@@ -84,8 +85,10 @@ class Killer:
     def events(self) -> int:
         """Events of all engine jobs so far, and ends of their attempts."""
         count = 0
-        for log in (self.airflow.home / "jobs").glob("**/log.txt"):
-            count += log.read_bytes().count(b'\n{"event"') + (log.parent / "exit.json").exists()
+        for pattern in ("*/*/*/log.txt", "*/*/*/attempts/*/log.txt"):
+            for log in (self.airflow.home / "jobs").glob(pattern):
+                with contextlib.suppress(FileNotFoundError):  # moved to `attempts` just now
+                    count += log.read_bytes().count(b'\n{"event"') + (log.parent / "exit.json").exists()
         return count
 
     def victims(self, target: str) -> set[int]:

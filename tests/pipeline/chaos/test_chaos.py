@@ -49,6 +49,7 @@ def test_runs_that_are_killed_at_every_moment_end_as_if_nothing_had_happened(sta
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
 def test_two_minutes_without_an_api_server_in_mid_training_change_nothing(stack, undisturbed, tmp_path):
+    wait_for_all(stack)
     run_id = stack.api.trigger("train_ppo", {"preset": "real"}, "away")
     stack.wait(lambda: '"ready"' in log_of(stack, run_id))
     with away(stack, "api-server", seconds=120):
@@ -73,7 +74,7 @@ def disturb(stack, undisturbed, directory, kills, name):
         stack.api.trigger("train_ppo", {"preset": "real"}, run_id)
         with killing.disturbing(run_id):
             stack.wait(lambda run_id=run_id: ended(stack, run_id), RUN_LIMIT_S)
-        stack.wait(lambda: answers(f"{stack.stack.airflow_url}/api/v2/version"))
+        wait_for_all(stack)
         tasks = stack.api.tasks("train_ppo", run_id)
         states, tries = ({task: ti[key] for task, ti in tasks.items()} for key in ("state", "try_number"))
         seconds = time.monotonic() - begin
@@ -83,6 +84,14 @@ def disturb(stack, undisturbed, directory, kills, name):
     targets = Counter(line.split(": ")[1].split(" (")[0] for line in killing.done)
     print(f"{len(killing.done)} kills {dict(targets)} in {number} runs, {time.monotonic() - begin:.0f} s", flush=True)
     assert len(killing.done) == len(kills)
+
+
+def wait_for_all(stack):
+    """Until what the last kill ended is back: this process asks too."""
+    environment = stack.stack.environment()
+    for page in (f"{stack.stack.airflow_url}/api/v2/version", f"{stack.stack.mlflow_url}/health",
+                 f"{environment['AWS_ENDPOINT_URL']}/moto-api/"):
+        stack.wait(lambda page=page: answers(page))
 
 
 def ended(stack, run_id):

@@ -11,7 +11,7 @@ from tests.pipeline.repository.source_tree import ROOT, files, imports, python_f
 
 SOURCES = ["dags", "tasks", "engine", "examples", "benchmarks", "requirements", "docker", "tests"]
 ABOVE_THE_BOUNDARY = ("engine.spec", "engine.layout", "engine.errors", "engine.store", "engine.statistics",
-                      "engine.rows")
+                      "engine.rows", "engine.mlflow_sender")
 HEAVY = {"torch", "vllm", "megatron", "transformers", "tensordict", "ray"}
 BACKENDS = {"megatron": "engine/backends/megatron", "vllm": "engine/backends/vllm"}
 

@@ -14,6 +14,7 @@ from engine.errors import SpecError
 from engine.spec import GeneratedSource, PrepareSpec, PromptSetSpec, hash_spec, parse_spec
 from tasks import jobs
 from tasks.launchers import local
+from tasks.launchers.wrapper import visible_devices
 from tests.pipeline.examples import train_section
 
 PREPARE = PrepareSpec(
@@ -284,6 +285,12 @@ def test_gpus_are_leased_by_number_and_more_than_there_are_is_refused(deployment
     assert [Path(p).name for p in paths] == ["gpu-0.lock", "gpu-1.lock"] and need == 2 and gpus
     with pytest.raises(SpecError, match="needs 4 GPUs but this machine has RATCHET_GPUS=2"):
         local.slots_for("train", 4)
+
+
+def test_leased_gpus_are_those_that_the_worker_may_see():
+    assert visible_devices([0, 1], None) == visible_devices([0, 1], "") == "0,1"
+    assert visible_devices([0, 2], "2,3, 5") == "2,5"
+    assert visible_devices([1], "GPU-8f2a,MIG-77") == "MIG-77"
 
 
 def test_the_engine_gets_no_secret_of_airflow(deployment, monkeypatch):

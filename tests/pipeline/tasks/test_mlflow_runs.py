@@ -1,5 +1,6 @@
 """Runs of a pipeline in a real MLflow server: one parent, one run per stage, the same on every retry."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from mlflow import MlflowClient
 
 from engine.errors import FaultError, RefusedError
 from engine.spec import TrackingSpec
+from engine.spec.job import METRICS_FILE, OUTBOX_FILE
 from tasks import tracking
 from tasks.tracking import Lineage
 from tests.mlflow_server import free_port
@@ -59,6 +61,24 @@ def test_the_url_is_the_runs_page(client, mlflow_uri):
     parent = tracking.parent_run("files", "key", name="a run", lineage=LINEAGE)
     experiment = client.get_experiment_by_name("files").experiment_id
     assert tracking.run_url(parent) == f"{mlflow_uri}/#/experiments/{experiment}/runs/{parent.run_id}"
+
+
+def test_what_an_ended_engine_could_not_send_is_sent_by_its_task_once(client, mlflow_uri, monkeypatch, tmp_path):
+    parent = tracking.parent_run("late", "key", name="a run", lineage=LINEAGE)
+    rows = [{"step": step, "time": 1e9 + step, "metrics": {"reward/mean": step / 10}} for step in range(3)]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / OUTBOX_FILE).write_text('{"params": {"actor.lr": "1e-05"}}\n')
+    monkeypatch.setattr(tracking, "SEND_LIMIT_S", 1.0)
+    with monkeypatch.context() as away:
+        away.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+        with pytest.raises(FaultError, match="has not taken all that .* measured"):
+            tracking.send_left(tmp_path, parent)
+    monkeypatch.setattr(tracking, "SEND_LIMIT_S", 30.0)
+    for _ in range(2):
+        tracking.send_left(tmp_path, parent)
+    assert [(m.step, m.value) for m in client.get_metric_history(parent.run_id, "reward/mean")] == [
+        (0, 0.0), (1, 0.1), (2, 0.2)]
+    assert client.get_run(parent.run_id).data.params == {"actor.lr": "1e-05"}
 
 
 def test_without_a_server_nothing_is_tracked_and_nothing_fails(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from engine.errors import FaultError
 from tasks import stack
 from tasks.launchers import local
+from tasks.launchers.processes import send
 from tests.pipeline.chaos.outage import away, patience_s
 
 
@@ -52,6 +53,20 @@ def test_everything_but_the_engine_dies_in_mid_training_and_nothing_trains_twice
     assert set(airflow.attempts(run).values()) == {1}
     # What the dead scheduler had started is gone too: its workers would give tasks a second life.
     assert not {pid for pid in doomed if os.path.exists(f"/proc/{pid}")}
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_restarted_by_sigterm_ends_no_engine(airflow):
+    """As systemd does it: every process of the service gets the signal, tasks included."""
+    airflow.plan({"deploy/stage_1.train": [{"seconds": 40}]})
+    run = airflow.api.trigger("train_ppo", {"preset": "tiny", "stages": 1}, "deploy")
+    directory = started(airflow, run)
+    engine = local.mark_of(directory).processes()
+    send(airflow.stack._mark("scheduler").processes(), signal.SIGTERM)
+    airflow.wait(lambda: "its engine job goes on" in airflow.api.log("train_ppo", run, "stage_1.train"))
+    assert engine and engine <= local.mark_of(directory).processes()
+    assert airflow.finished(run)["register"] == "success"
+    assert set(airflow.attempts(run).values()) == {1}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The local stack: ports, privacy, what a stop leaves, what comes back after a death."""
 
+import json
 import os
 import signal
 import socket
@@ -58,6 +59,47 @@ def test_a_stop_ends_engine_jobs_too(deployment):
     stopped._lock = stopped._take_lock()
     stopped.stop()
     assert jobs.running(deployment.home, local) == [] and not local.mark_of(directory).processes()
+
+
+def test_a_stop_ends_what_is_left_of_a_lost_job(deployment):
+    deployment.plan({"t": [{"seconds": 600, "children": 1}]})
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
+    wait_for((directory / "started").exists)
+    os.kill(json.loads((directory / "job.json").read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: len(local.mark_of(directory).processes()) == 1)
+    stopped = stack.Stack(deployment.home)
+    stopped._prepare_home()
+    stopped._lock = stopped._take_lock()
+    stopped.stop()
+    assert not local.mark_of(directory).processes()
+
+
+def test_a_component_that_cannot_be_started_is_tried_again_and_the_others_are_watched(deployment, monkeypatch):
+    """A full disk."""
+    said = []
+    made = stack.Stack(deployment.home, say=said.append)
+    made._prepare_home()
+    made._choose_ports()
+    first = made._launch("mlflow", ["true"])
+    made._launch("api-server", ["true"])
+    spawn, failures = made._spawn, [first]
+
+    def full(component):
+        if component in failures:
+            raise OSError(28, "No space left on device")
+        spawn(component)
+
+    monkeypatch.setattr(made, "_spawn", full)
+    monkeypatch.setattr(stack, "LONGEST_BACKOFF_S", 1.0)
+    made._monitor.start()
+    wait_for(lambda: "api-server ended with 0; starting it again" in said)
+    wait_for(lambda: any("mlflow cannot be started: [Errno 28]" in line for line in said))
+    failures.clear()
+    wait_for(lambda: first.process is not None)
+    made._stopping.set()
+    made._monitor.join()
+    made._end_components()
 
 
 def test_a_start_ends_what_a_killed_stack_left_but_not_its_engine_jobs(deployment):
