@@ -155,19 +155,25 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
     except OSError as error:
         raise StoreError(f"checkpoint {error.filename or directory}: {error.strerror or error}") from None
     buckets, plan.writer.write_buckets = plan.writer.write_buckets, []
-    return ModelSnapshot(directory, plan, common.content, copied(buckets, _storages(network, optimizer)))
+    return ModelSnapshot(directory, plan, common.content, copied(
+        buckets, _storages(network, optimizer), shared=group.size() > 1))
 
 
-def copied(buckets: list[Any], live: set[int]) -> list[Any]:
+def copied(buckets: list[Any], live: set[int], *, shared: bool) -> list[Any]:
     """The buckets in CPU memory that nobody else writes to.
 
     What was gathered is a copy already; a tensor of the training itself would be written as it is by then.
 
-    Args: live: addresses of the storages that the training goes on with.
+    Args:
+        live: addresses of the storages that the training goes on with.
+        shared: other ranks write parts of what was gathered: only this rank's part stays in its memory.
     """
-    return [(path, key, (texts, [
-        (item, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor) for item, tensor in tensors]))
-        for path, key, (texts, tensors) in _Writer.preload_tensors(buckets)]
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        is_live = tensor.untyped_storage().data_ptr() in live
+        return tensor.clone() if is_live or (shared and _is_part(tensor)) else tensor
+
+    return [(path, key, (texts, [(item, own(tensor)) for item, tensor in tensors]))
+            for path, key, (texts, tensors) in _Writer.preload_tensors(buckets)]
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

@@ -437,8 +437,11 @@ def test_what_the_training_goes_on_with_is_copied_and_what_was_gathered_is_not_c
     from engine.backends.megatron.dist_checkpoint import copied
 
     trained, gathered = torch.ones(4), torch.ones(4)
-    buckets = [("file", "key", (["text"], [("a", trained[1:3]), ("b", gathered)]))]
-    ((_, _, (texts, [(_, first), (_, second)])),) = copied(buckets, {trained.untyped_storage().data_ptr()})
+    buckets = [("file", "key", (["text"], [("a", trained[1:3]), ("b", gathered[:2])]))]
+    live = {trained.untyped_storage().data_ptr()}
+    ((_, _, (texts, [(_, first), (_, second)])),) = copied(buckets, live, shared=False)
+    ((_, _, (_, [_, (_, part)])),) = copied(buckets, live, shared=True)
     trained += 1
     assert first.tolist() == [1, 1] and texts == ["text"]
     assert second.data_ptr() == gathered.data_ptr()
+    assert part.tolist() == [1, 1] and part.untyped_storage().nbytes() == 8
