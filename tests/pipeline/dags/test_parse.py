@@ -4,9 +4,12 @@ import os
 import runpy
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
+from tasks.launchers.deadman import FOLLOWED_LIMIT_S
 
 FILES = sorted(Path("dags").glob("*.py"))
 
@@ -80,7 +83,9 @@ def test_training_never_runs_twice_at_once_nor_catches_up(dags):
     for task in dag.tasks:
         on_gpus = task.task_id.endswith(("train", "evaluate", "sft", "reward_model", "dpo"))
         assert task.pool == ("gpus" if on_gpus else "default_pool")
-        assert task.retries >= 5 and task.retry_exponential_backoff
+        assert task.retries == 25 and task.retry_exponential_backoff
+        # Between two tries nobody follows the engine; it must not be ended for that.
+        assert 5 * task.max_retry_delay < timedelta(seconds=FOLLOWED_LIMIT_S)
 
 
 def test_a_candidate_starts_its_review(dags):
