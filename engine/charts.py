@@ -13,9 +13,9 @@ import numpy as np
 Series = Mapping[str, np.ndarray]
 """Metric name to [N] values by iteration; NaN where an iteration did not log it."""
 MAX_POINTS = 320
+"""Points of a drawn line; more are averaged in bins."""
 TITLE_INCHES, LEGEND_INCHES = 0.36, 0.24
 """Height of the title, which the page says itself and the SVG leaves out, and of the legend above a chart."""
-"""Points of a drawn line; more are averaged in bins."""
 COLOURS = {"#1b2330": "--ink", "#5d6878": "--muted", "#e3e7ed": "--rule", "#2563eb": "--accent", "#d97706": "--second"}
 """Colours of the PNG, and the variables of the page that replace them in the SVG."""
 INK, MUTED, RULE, ACCENT, SECOND = COLOURS

@@ -54,7 +54,7 @@ class ReshardError(FaultError):
 
 
 class NumericsError(ArithmeticError):
-    """NaN, infinity or divergence: the result must never be promoted (exit 4)."""
+    """NaN or infinity, several times in a row: the result must never be promoted (exit 4)."""
 
     exit_code = EXIT_NUMERICS
 

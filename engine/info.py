@@ -24,7 +24,6 @@ REQUIRED = {
     "mlflow": ("mlflow-skinny", "mlflow"), "boto3": ("boto3",), "pyarrow": ("pyarrow",), "pydantic": ("pydantic",),
     "reasoning_gym": ("reasoning-gym",),
 }
-OPTIONAL = {"ray": ("ray",)}
 BACKENDS = ("torch", "megatron.core", "vllm")
 
 
@@ -88,11 +87,11 @@ def get_world_info(load: bool = False) -> WorldInfo:
     Raises:
         SpecError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not what a launcher sets.
     """
-    packages = tuple(_package(module, names, load and module in BACKENDS)
-                     for module, names in {**REQUIRED, **OPTIONAL}.items())
+    packages = tuple(
+        _package(module, names, load and module in BACKENDS) for module, names in REQUIRED.items())
     by_module = {package.module: package for package in packages}
     devices, communication = _torch_sees() if usable(by_module["torch"]) else ((_cpu(),), ())
-    absent = [p.distribution for p in packages if p.version is None and p.module in REQUIRED]
+    absent = [p.distribution for p in packages if p.version is None]
     missing = [f"{', '.join(absent)}: not in this environment; {INSTALL}"] if absent else []
     missing += [f"{p.distribution} {p.version} does not load ({p.problem}); {INSTALL}" for p in packages if p.problem]
     return WorldInfo(
@@ -173,9 +172,6 @@ def _advice(packages: Mapping[str, Package], devices: tuple[Device, ...]) -> lis
         advice.append("an NVIDIA driver is here but the engine is the CPU build: run `make setup ENGINE=gpu`")
     elif not has_gpu and packages["vllm"].version:
         advice.append("no GPU: the engine runs on the CPU in fp32 with gloo")
-    if packages["ray"].version is None:
-        advice.append("ray is not installed: needed only for the Ray launcher and split placements; "
-                      "`pip install --no-deps -r requirements/ray.txt`")
     return advice
 
 

@@ -16,7 +16,7 @@ from engine.spec.base import Spec
 from engine.spec.job import HEARTBEAT_FILE, PROGRESS_FILE, RESULT_FILE, RunResult
 from engine.store import write_atomic
 
-HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_S = 5.0
 
 
 class Job:
@@ -93,7 +93,7 @@ class Job:
                 # A full disk is the training's to report: it must not end the heartbeat before it has.
                 print(f"heartbeat: {error}", file=sys.stderr, flush=True)
             step += 1
-            time.sleep(HEARTBEAT_SECONDS)
+            time.sleep(HEARTBEAT_S)
 
 
 def print_error(error: BaseException, spec: Spec | None) -> None:

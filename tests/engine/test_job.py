@@ -30,7 +30,7 @@ def beats(path, count=2):
 
 
 def test_the_heartbeat_tells_how_often_the_work_moved(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine.job, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(engine.job, "HEARTBEAT_S", 0.02)
     job = Job(tmp_path)
     job.start_heartbeat()
     assert beats(tmp_path / HEARTBEAT_FILE)["moves"] == 0
@@ -40,7 +40,7 @@ def test_the_heartbeat_tells_how_often_the_work_moved(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_the_heartbeat(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(engine.job, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(engine.job, "HEARTBEAT_S", 0.02)
     write, failures = engine.job.write_atomic, iter(range(3))
 
     def full_at_first(path, content):
