@@ -65,6 +65,6 @@ audit:  ## Look the lock files up in PyPI's advisories (a mirror without them is
 lock:  ## Resolve requirements/*.in into the lock files (UPGRADE=1 takes newer versions)
 	@bash requirements/lock.sh $(if $(UPGRADE),--upgrade)
 
-clean:  ## Remove environments, local state and caches
+clean:  ## Remove environments, caches and .ratchet, with all models, runs and databases in it
 	@rm -rf .venv .ratchet .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

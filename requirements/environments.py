@@ -141,7 +141,7 @@ def pip_install(environment: Environment, arguments: list[str], count: int = 0) 
             if count and line.startswith("Installing collected packages"):
                 say(environment, f"unpacking {count} packages, a few minutes")
     if pip.returncode:
-        raise SetupError(explain_pip(environment.name, pip.returncode, log))
+        raise SetupError(explain_pip(environment, pip.returncode, log))
 
 
 _RUNNING: list[subprocess.Popen] = []
@@ -160,12 +160,12 @@ def stop_pips_on_error() -> Iterator[None]:
         raise
 
 
-def explain_pip(name: str, code: int, log: list[str]) -> str:
+def explain_pip(environment: Environment, code: int, log: list[str]) -> str:
     """One sentence for what made pip fail."""
-    text = "\n".join(log)
+    name, text = environment.name, "\n".join(log)
     if "No space left on device" in text:
-        return (f"{name}: the disk is full; free about 7 GB (pip also unpacks in {tempfile.gettempdir()}) and run "
-                f"make setup again")
+        return (f"{name}: the disk is full; this environment takes about {environment.gigabytes:.0f} GB (pip also "
+                f"unpacks in {tempfile.gettempdir()}); free as much and run make setup again")
     if re.search(r"(gcc|cc|g\+\+)['\"]?.*(No such file|not found)|command '.*(gcc|cc)' failed", text):
         return f"{name}: a package must be compiled and there is no C compiler; install one (Debian: build-essential)"
     errors = [line for line in log if line.startswith("ERROR")] or log[-1:]

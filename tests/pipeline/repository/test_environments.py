@@ -187,7 +187,7 @@ def test_when_one_environment_fails_the_others_pip_is_ended(checkout):
 @pytest.mark.parametrize(("log", "words"), [
     (["error: command 'gcc' failed: No such file or directory", "ERROR: Failed building wheel for elm"],
      ["C compiler", "build-essential"]),
-    (["ERROR: Could not install packages: [Errno 28] No space left on device"], ["disk is full", "7 GB"]),
+    (["ERROR: Could not install packages: [Errno 28] No space left on device"], ["disk is full", "16 GB"]),
     (["ERROR: Something else"], ["exit code 1", "Something else"]),
     ([], ["exit code 1", "no output"]),
 ])
@@ -195,7 +195,8 @@ def test_pips_failures_are_translated(log, words, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import environments
 
-    sentence = environments.explain_pip("engine", 1, log)
+    engine, _ = environments.environments(SCRIPT.parents[1], "gpu")
+    sentence = environments.explain_pip(engine, 1, log)
     assert all(word in sentence for word in words) and "\n" not in sentence
 
 
