@@ -1,6 +1,6 @@
-"""Where this deployment keeps things and runs jobs: the only reader of RATCHET_ environment variables.
+"""Where this deployment keeps things and runs jobs: what DAGs and tasks know of the RATCHET_ environment variables.
 
-They say where, never how: behaviour is in the preset and the form.
+They say where and when, never how a model is trained: that is in the preset and the form.
 """
 
 import math
@@ -57,7 +57,12 @@ def launcher() -> str:
 
 def mlflow_url() -> str:
     """RATCHET_MLFLOW_URL: MLflow's address for a browser; MLFLOW_TRACKING_URI without user and password by default."""
-    parts = urlsplit(os.environ.get("RATCHET_MLFLOW_URL") or os.environ.get("MLFLOW_TRACKING_URI", ""))
+    return public_address(os.environ.get("RATCHET_MLFLOW_URL") or os.environ.get("MLFLOW_TRACKING_URI", ""))
+
+
+def public_address(url: str) -> str:
+    """An address without user and password, and without a slash at its end."""
+    parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 

@@ -15,7 +15,7 @@ from tasks import deployment, jobs, launchers, registry_search, runs
 from tasks.registry import Version
 from tasks.retention import Facts, Item, Kind, Reference
 
-DECIDED = ("rejected", "replaced", "rolled_back")
+DISPOSABLE = ("rejected", "replaced", "rolled_back")
 """Status of a version whose files may go; every other one is waited for or in production."""
 DOOMED = ".deleting-"
 """Begins the name of a local directory that is being deleted."""
@@ -80,7 +80,7 @@ class Inventory:
             FaultError: the store or MLflow does not answer, or a file that names others cannot be read.
         """
         versions, found = registry_search.every_version(), self.runs()
-        decided = {canonical(v.export_uri): v for v in versions if v.export_uri and v.status in DECIDED}
+        decided = {canonical(v.export_uri): v for v in versions if v.export_uri and v.status in DISPOSABLE}
         for run in found.values():
             times = [decided_at(decided[uri], versions) for uri in run.items if uri in decided]
             run.written = max(run.written, *times, 0.0)
@@ -189,7 +189,7 @@ def why_kept(version: Version) -> str | None:
     """Why the files of a registered version are kept; None when they may go."""
     if version.aliases:
         return f"{', '.join(version.aliases)} of {version.label}"
-    if version.status not in DECIDED:
+    if version.status not in DISPOSABLE:
         return f"{version.label} is {version.status or 'a version that was not decided on'}"
     return None
 
@@ -230,7 +230,10 @@ def _item_of_jobs(parts: list[str]) -> tuple[Kind | None, str]:
 
 
 def _read_json(uri: str | Path) -> Mapping[str, Any] | None:
-    """The JSON object in a file; None when it is absent or torn."""
+    """The JSON object in a file of this machine or of the store; None when it is absent or torn.
+
+    A store that does not answer is an error: what a file says must not look like nothing.
+    """
     try:
         content = json.loads(store.read_bytes(uri))
     except (MissingError, ValueError):

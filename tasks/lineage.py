@@ -318,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the lineage that the command line asks for, or write it as a page."""
     parser = argparse.ArgumentParser(
         prog="python -m tasks.lineage", description="What a model came from, or which models saw a file.")
-    parser.add_argument("model", nargs="?", help="MODEL, MODEL/VERSION or MODEL/ALIAS; the champion without one")
+    parser.add_argument("model", nargs="?", help="MODEL, MODEL/VERSION or MODEL/ALIAS; MODEL alone is its champion")
     parser.add_argument("--file", help="which models saw it: a path, an s3:// URI, or a sha256")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--html", type=Path, help="write a page that needs nothing else")

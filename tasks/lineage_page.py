@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 SHORT = 12
 """Digits of a hash that the text shows."""
 HASH_DIGITS = 64
-METRICS_SHOWN = ("reward/mean", "mean_reward", "loss/mean")
+METRICS_SHOWN = ("reward/mean", "sft/loss", "reward_model/accuracy", "dpo/accuracy", "ipo/accuracy")
+"""Beside every `mean_reward`."""
 
 
 @dataclass(frozen=True)

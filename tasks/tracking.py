@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from engine.errors import FaultError, RefusedError
 from engine.mlflow_sender import Sender, unsent_bytes
@@ -208,9 +208,8 @@ def mlflow_client() -> Iterator[Any]:
 
 
 def _public_uri() -> str:
-    """The server's address without user and password."""
-    parts = urlsplit(os.environ["MLFLOW_TRACKING_URI"])
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+    """The server's address as it may be shown."""
+    return deployment.public_address(os.environ["MLFLOW_TRACKING_URI"])
 
 
 def _experiment_id(client: Any, name: str) -> str:

@@ -1,6 +1,7 @@
-"""Airflow's plugin of Ratchet: a tab on every run, pages behind Airflow's login, the note of a run.
+"""Airflow's plugin of Ratchet: a tab on every run of every DAG, pages behind Airflow's login, the note of a run.
 
-Airflow finds it in the folder `[core] plugins_folder`, or by the entry point where Ratchet is installed with pip.
+Airflow finds it in the folder `[core] plugins_folder` (this file there, or a link to it), or by the entry point where
+Ratchet is installed with `pip install -e`.
 """
 
 from typing import Any
