@@ -1,7 +1,7 @@
 """Every algorithm on the real engine: a stated rise of a held-out reward in a stated number of iterations.
 
-The task: sums of two digits, in five wordings. A random model is fine-tuned for a while, so that it gets about every
-third right; RL has to make more of that. Held out is one wording of each sum. Seeds are fixed.
+The task: sums of two digits, in five wordings. A random model is fine-tuned for a while, so that it gets some of them
+right; RL has to make more of that. Held out is one wording of each sum. Seeds are fixed.
 """
 
 import json
