@@ -1,4 +1,4 @@
-"""Documents: links lead somewhere, commands exist."""
+"""Documents: links lead somewhere, commands exist, the preset in them is one."""
 
 import re
 import subprocess
@@ -6,9 +6,13 @@ import subprocess
 import pytest
 import yaml
 
+from engine.layout import ModelShape, check_generation_layout, check_layout
+from engine.spec import load_spec
+from tasks.pipeline import parse_pipeline, read_yaml
 from tests.pipeline.repository.source_tree import ROOT, files
 
 DOCUMENTS = files(".md")
+PRESETS = (ROOT / "docs" / "presets.md").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -63,3 +67,23 @@ def test_pre_commit_uses_local_hooks_only():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert {repository["repo"] for repository in config["repos"]} == {"local"}
     assert {hook["language"] for repository in config["repos"] for hook in repository["hooks"]} == {"system"}
+
+
+def test_the_preset_in_the_documentation_fits_the_schema_and_its_model():
+    [text] = re.findall(r"```yaml\n(.*?)```", PRESETS, re.DOTALL)
+    plan = parse_pipeline(read_yaml(text, "presets.md"))
+    shape = ModelShape(family="qwen2", num_layers=28, hidden_size=1536, ffn_hidden_size=8960, num_heads=12,
+                       num_kv_heads=2, head_dim=128, vocab_size=151936, tied_embeddings=True)
+    check_layout(shape, plan.train_numbers.layout)
+    check_generation_layout(shape, plan.train_numbers.rollout.layout)
+    assert plan.evaluate_numbers.layout.replicas(plan.evaluate_numbers.world_size) == 2
+
+
+def test_the_specs_that_the_documentation_makes_of_it_fit_the_schema(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [preset] = re.findall(r"```yaml\n(.*?)```", PRESETS, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(preset)
+    script = PRESETS[PRESETS.index("## Without Airflow"):]
+    exec(re.findall(r"```python\n(.*?)```", script, re.DOTALL)[0], {})
+    for stage in ("prepare", "train", "evaluate"):
+        assert load_spec(tmp_path / "try" / stage).stage == stage
