@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import FaultError
 from engine.spec import RunResult
-from engine.store import download_dir, hash_model_dir
+from engine.store import MANIFEST, download_dir, exists, hash_model_dir, join
 from tasks import jobs
 from tasks.stack import answers
 from tasks.tracking import mlflow_client
@@ -108,6 +108,7 @@ def check(stack, undisturbed, directory, run_id):
         result = RunResult.model_validate_json((stack.job(run_id, task) / "result.json").read_text())
         assert result.hashes["weights"] == undisturbed.results[task].hashes["weights"], task
         assert learned(stack.job(run_id, task)) == undisturbed.metrics(task), task
+        assert exists(join(result.outputs["checkpoint"], MANIFEST)), "the next stage, or a person, goes on from it"
     made = stack.api.xcom("train_ppo", run_id, "register")
     spec = jobs.read_json(stack.job(run_id, STAGES[-1]) / "spec.json")
     with mlflow_client() as client:
