@@ -34,10 +34,20 @@ class Fence:
             yield
             return
         with open(self._path, "a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            current = file.read().strip()
-            if current != str(self.attempt):
-                raise FencedError(f"{self._path.parent}: attempt {self.attempt} may not write any more, "
-                                  f"attempt {current or 'unknown'} has taken over; this process ends")
+            # Shared: a metric does not wait until a slow store has taken a manifest; the next attempt waits for both.
+            fcntl.flock(file, fcntl.LOCK_SH)
+            self.check()
             yield
+
+    def check(self) -> None:
+        """Look without waiting for anybody; another attempt may begin right after.
+
+        Raises:
+            FencedError: another attempt has begun.
+        """
+        if self.attempt is None:
+            return
+        current = self._path.read_text().strip() if self._path.exists() else ""
+        if current != str(self.attempt):
+            raise FencedError(f"{self._path.parent}: attempt {self.attempt} may not write any more, "
+                              f"attempt {current or 'unknown'} has taken over; this process ends")

@@ -82,10 +82,11 @@ class Job:
         step = 0
         while True:
             try:
-                with self.fence.commit():
-                    write_atomic(self.dir / HEARTBEAT_FILE, json.dumps(
-                        {"step": step, "moves": self._moves, "monotonic_s": time.monotonic(), "time": time.time(),
-                         "pid": os.getpid()}))
+                # No lock: whoever holds it, this process lives.
+                self.fence.check()
+                write_atomic(self.dir / HEARTBEAT_FILE, json.dumps(
+                    {"step": step, "moves": self._moves, "monotonic_s": time.monotonic(), "time": time.time(),
+                     "pid": os.getpid()}))
             except FencedError as error:
                 print_error(error, None)
                 os._exit(error.exit_code)

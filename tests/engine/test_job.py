@@ -1,10 +1,12 @@
 """What an engine writes about itself, and when it stops."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 import engine.job
 from engine.job import Job
 from engine.spec.job import ATTEMPT_FILE, ATTEMPT_VARIABLE, HEARTBEAT_FILE
+from engine.spec.tracking import TrackingSpec
+from engine.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,3 +67,21 @@ def test_an_attempt_that_was_replaced_ends_by_itself(tmp_path, newest, code):
                            capture_output=True, text=True, timeout=60)
     assert ended.returncode == code, ended.stderr
     assert ("attempt 1 may not write any more, attempt 2 has taken over" in ended.stderr) == bool(code)
+
+
+def test_neither_heartbeat_nor_metrics_wait_for_a_commit_that_takes_long(tmp_path, monkeypatch):
+    """A store that does not answer keeps the commit of a checkpoint waiting for minutes."""
+    monkeypatch.setattr(engine.job, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "1")
+    (tmp_path / ATTEMPT_FILE).write_text("1\n")
+    job, tracker = Job(tmp_path), Tracker(tmp_path, TrackingSpec())
+    with job.fence.commit():
+        job.start_heartbeat()
+        beats(tmp_path / HEARTBEAT_FILE)
+        logging = threading.Thread(target=tracker.log, args=(1, {"reward": 1.0}), daemon=True)
+        logging.start()
+        logging.join(20)
+        assert not logging.is_alive()
+    with open(tmp_path / ATTEMPT_FILE, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        beats(tmp_path / HEARTBEAT_FILE, 3)
