@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.errors import MissingError, StoreError
+from engine.errors import MissingError, RefusedError, StoreError
 from engine.store.hashing import hash_dir, hash_model_dir, sha256_bytes, sha256_file
+from engine.store.progress import watch_transfers
 
 __all__ = [
     "MANIFEST", "StoredFile", "delete", "download_dir", "download_file", "exists", "fingerprint", "hash_dir",
     "hash_model_dir", "is_s3", "join", "list_dirs", "list_files", "open_read", "read_bytes", "read_text", "sha256",
     "sha256_bytes", "sha256_file", "stat_files", "sync_directory", "upload_dir", "upload_file", "upload_files",
-    "write_atomic", "write_bytes",
+    "watch_transfers", "write_atomic", "write_bytes",
 ]
 
 MANIFEST = "manifest.json"
@@ -216,11 +217,16 @@ def download_dir(uri: str | Path, target: str | Path) -> None:
 
     Raises:
         MissingError: nothing under `uri`.
+        RefusedError: a name would lead out of `target`.
     """
     target = Path(target)
     names = list_files(uri)
     if not names:
         raise MissingError(f"download {uri}: no files there")
+    for name in names:
+        # Keys of an object store are any text; "b//etc/x" is the name "/etc/x" under "b".
+        if name.startswith("/") or ".." in name.split("/"):
+            raise RefusedError(f"download {uri}: the name {name!r} leads out of {target}; remove that object")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
         staged = Path(temporary, "whole")

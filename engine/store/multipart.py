@@ -10,6 +10,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from engine.store import progress
+
 PARALLEL_PARTS = 4
 MOST_PARTS = 10_000
 """S3 takes no more."""
@@ -57,6 +59,7 @@ class Target:
         if there != etag:
             etag = self._call(
                 "upload_part", UploadId=upload_id, PartNumber=number, Body=data, ChecksumCRC32=checksum)["ETag"]
+            progress.moved()
         return {"PartNumber": number, "ETag": etag, "ChecksumCRC32": checksum}
 
     def _unfinished(self) -> tuple[str | None, dict[int, str]]:

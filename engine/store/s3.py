@@ -3,6 +3,7 @@
 import io
 import os
 import tempfile
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -15,6 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 from engine.errors import CorruptError, MissingError, StoreError
+from engine.store import progress
 from engine.store.hashing import sha256_bytes, sha256_file
 from engine.store.multipart import Target
 
@@ -30,6 +32,9 @@ MOST_DELETED = 1000
 HASH_KEY = "sha256"
 """Object metadata with the content's sha256: what was uploaded is what is downloaded, whatever lies between."""
 MISSING_CODES = ("NoSuchKey", "NoSuchBucket", "404", "NotFound")
+PASSING_CODES = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")
+FIRST_WAIT_S = 0.5
+"""Before what was refused with one of these codes is asked for again; each time twice as long."""
 FAILURES = (BotoCoreError, ClientError, Boto3Error, HTTPClientError)
 
 
@@ -129,6 +134,7 @@ def upload(source: Path, uri: str) -> None:
         if size <= PART_BYTES:
             _client().put_object(Bucket=bucket, Key=key, Body=source.read_bytes(), Metadata=metadata,
                                  ChecksumAlgorithm="CRC32")
+            progress.moved()
             return
         target = Target(_client(), bucket, key, metadata, PART_BYTES)
         target.upload(source)
@@ -148,7 +154,7 @@ def download(uri: str, target: Path) -> None:
     os.close(handle)
     try:
         head = _client().head_object(Bucket=bucket, Key=key)
-        _client().download_file(bucket, key, temporary, Config=TRANSFER)
+        _client().download_file(bucket, key, temporary, Config=TRANSFER, Callback=progress.moved)
         _check_hash("download", uri, head["Metadata"], sha256_file(temporary))
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
@@ -177,11 +183,19 @@ def delete(uri: str, last: str) -> None:
 
 
 def _delete_together(bucket: str, keys: list[str], uri: str) -> None:
-    objects: list[Any] = [{"Key": key} for key in keys]
-    answer = _client().delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-    for refused in answer.get("Errors", ()):
-        raise StoreError(f"delete {uri}: the store answers {refused.get('Code', 'unknown')} for "
-                         f"s3://{bucket}/{refused.get('Key', '')}")
+    for attempt in range(ATTEMPTS):
+        objects: list[Any] = [{"Key": key} for key in keys]
+        answer = _client().delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+        refused = answer.get("Errors", ())
+        if not refused:
+            return
+        # The answer as a whole is well: botocore does not look for what was refused in it.
+        if attempt + 1 == ATTEMPTS or any(item.get("Code") not in PASSING_CODES for item in refused):
+            break
+        keys = [item["Key"] for item in refused]
+        time.sleep(FIRST_WAIT_S * 2**attempt)
+    raise StoreError(f"delete {uri}: the store answers {refused[0].get('Code', 'unknown')} for "
+                     f"s3://{bucket}/{refused[0].get('Key', '')}")
 
 
 class ResumingStream(io.RawIOBase):
@@ -211,6 +225,7 @@ class ResumingStream(io.RawIOBase):
                 if data:
                     buffer[: len(data)] = data
                     self._position += len(data)
+                    progress.moved()
                     return len(data)
                 error: Exception = StoreError(f"read {self._uri}: ended at byte {self._position} of {self._size}")
             except Exception as broken:  # noqa: BLE001

@@ -8,7 +8,7 @@ import boto3
 import pytest
 
 from engine import store
-from engine.errors import MissingError, ModelError, StoreError
+from engine.errors import MissingError, ModelError, RefusedError, StoreError
 from engine.store import s3
 from tests.engine.s3_server import s3_server
 
@@ -153,6 +153,50 @@ def test_an_object_that_the_store_keeps_is_an_error(server, monkeypatch):
     monkeypatch.setattr(client, "delete_objects", lambda **_: {"Errors": [{"Key": "d/x", "Code": "AccessDenied"}]})
     with pytest.raises(StoreError, match="delete s3://bucket/d: the store answers AccessDenied for s3://bucket/d/x"):
         store.delete("s3://bucket/d")
+
+
+def test_objects_that_a_busy_store_keeps_are_asked_for_again(server, monkeypatch):
+    monkeypatch.setattr(s3, "FIRST_WAIT_S", 0.0)
+    for name in "xy":
+        store.write_bytes(f"s3://bucket/d/{name}", b"")
+    client, asked = s3._client(), []
+    delete = client.delete_objects
+
+    def busy(**arguments):
+        keys = [item["Key"] for item in arguments["Delete"]["Objects"]]
+        asked.append(keys)
+        kept = [key for key in keys if key == "d/y"] if len(asked) < 3 else []
+        arguments["Delete"]["Objects"] = [{"Key": key} for key in keys if key not in kept]
+        answer = delete(**arguments) if arguments["Delete"]["Objects"] else {}
+        code = ("SlowDown", "InternalError")[len(asked) % 2]
+        return answer | {"Errors": [{"Key": key, "Code": code} for key in kept]}
+
+    monkeypatch.setattr(client, "delete_objects", busy)
+    store.delete("s3://bucket/d")
+    assert asked == [["d", "d/x", "d/y"], ["d/y"], ["d/y"]] and not store.exists("s3://bucket/d")
+    store.write_bytes("s3://bucket/d/y", b"")
+    monkeypatch.setattr(client, "delete_objects", lambda **_: {"Errors": [{"Key": "d/y", "Code": "SlowDown"}]})
+    with pytest.raises(StoreError, match="the store answers SlowDown for s3://bucket/d/y"):
+        store.delete("s3://bucket/d")
+
+
+@pytest.mark.parametrize("key", ["d/../../out", "d/x/../../../out", "d//{root}/out", "d/.."])
+def test_no_name_leads_out_of_where_a_directory_is_downloaded_to(server, tmp_path, key):
+    boto3.client("s3").put_object(Bucket="bucket", Key="d/fine", Body=b"x")
+    boto3.client("s3").put_object(Bucket="bucket", Key=key.format(root=tmp_path), Body=b"x")
+    with pytest.raises(RefusedError, match=r"download s3://bucket/d: the name '.*' leads out of .*target") as refused:
+        store.download_dir("s3://bucket/d", tmp_path / "here" / "target")
+    assert "\n" not in str(refused.value) and not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_transfer_says_that_it_goes_on(server, tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr(store.progress, "_watchers", [])
+    moves = []
+    store.watch_transfers(lambda: moves.append(1))
+    store.upload_file(large_file(tmp_path), "s3://bucket/large")
+    sent = len(moves)
+    store.download_file("s3://bucket/large", tmp_path / "back")
+    assert sent >= 4 and len(moves) - sent >= 4
 
 
 def test_a_directory_that_could_not_be_uploaded_has_no_manifest(server, tmp_path, monkeypatch):
