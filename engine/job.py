@@ -14,7 +14,7 @@ from typing import Any
 from engine.fence import Fence, FencedError
 from engine.spec.base import Spec
 from engine.spec.job import HEARTBEAT_FILE, PROGRESS_FILE, RESULT_FILE, RunResult
-from engine.store import write_atomic
+from engine.store import watch_transfers, write_atomic
 
 HEARTBEAT_S = 5.0
 
@@ -35,7 +35,10 @@ class Job:
     def event(self, name: str, **fields: Any) -> None:
         """Print one JSON line to the log: `{"event": name, ...}`."""
         if self.rank == 0:
-            print(json.dumps({"event": name, "s": round(time.monotonic() - self._started, 2), **fields}), flush=True)
+            line = json.dumps({"event": name, "s": round(time.monotonic() - self._started, 2), **fields})
+            # In one call: unbuffered, print writes the end of a line on its own, and another thread's line between.
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
 
     def progress(self, phase: str, iteration: int = 0, of: int = 0, **numbers: float) -> None:
         """Replace progress.json.
@@ -72,10 +75,11 @@ class Job:
     def start_heartbeat(self) -> None:
         """Write the heartbeat file every few seconds from a thread, also while Python compiles or waits.
 
-        It beats while the process lives, so it also tells how often the main thread said that the work goes on. An
-        attempt that was replaced ends here: exit 3.
+        It beats while the process lives, so it also tells how often the main thread said that the work goes on, and
+        transfers of the store did. An attempt that was replaced ends here: exit 3.
         """
         if self.rank == 0:
+            watch_transfers(self.move)
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
@@ -101,4 +105,5 @@ def print_error(error: BaseException, spec: Spec | None) -> None:
     """One line that says what went wrong; the last line of a failed job's log."""
     stage = getattr(spec, "stage", "engine")
     message = " ".join(str(error).split())
-    print(f"error: {stage}: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"error: {stage}: {type(error).__name__}: {message}\n")
+    sys.stderr.flush()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ import engine.job
 from engine.job import Job
 from engine.spec.job import ATTEMPT_FILE, ATTEMPT_VARIABLE, HEARTBEAT_FILE
 from engine.spec.tracking import TrackingSpec
+from engine.store import progress
 from engine.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,3 +87,21 @@ def test_neither_heartbeat_nor_metrics_wait_for_a_commit_that_takes_long(tmp_pat
     with open(tmp_path / ATTEMPT_FILE, "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         beats(tmp_path / HEARTBEAT_FILE, 3)
+
+
+def test_a_transfer_of_the_store_is_a_move_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine.job, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(progress, "_watchers", [])
+    job = Job(tmp_path)
+    job.start_heartbeat()
+    progress.moved(1 << 20)
+    assert beats(tmp_path / HEARTBEAT_FILE, 3)["moves"] == 1
+
+
+def test_a_line_of_the_log_is_one_write(tmp_path, monkeypatch):
+    """Unbuffered (`python -u`), each write is a system call, and another thread's may come in between."""
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    Job(tmp_path).event("checkpoint", iteration=1)
+    (line,) = written
+    assert json.loads(line)["iteration"] == 1 and line.endswith("}\n")
