@@ -5,6 +5,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from engine import store
+from engine.ranks import patient_group
 
 
 def local_model(uri: str, target: Path, rank: int) -> Path:
@@ -21,5 +22,5 @@ def local_model(uri: str, target: Path, rank: int) -> Path:
         return Path(uri)
     if rank == 0 and not target.exists():
         store.download_dir(uri, target)
-    dist.barrier()
+    dist.barrier(patient_group())
     return target

@@ -9,6 +9,10 @@ import torch.distributed as dist
 TIMEOUT_S = 1200.0
 """A collective that a peer does not join for so long fails: longer than the slowest replica's generation."""
 
+PATIENCE_S = 86_400.0
+"""Ranks wait so long for one that moves files: a peer's death ends such a wait, because it closes connections, and so
+does the dead man's switch."""
+
 
 def join_ranks(timeout_s: float = TIMEOUT_S) -> None:
     """Join the job's default process group: torchrun's environment, or alone where there is none. Twice is once.
@@ -31,6 +35,11 @@ def join_ranks(timeout_s: float = TIMEOUT_S) -> None:
         return
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def patient_group() -> dist.ProcessGroup:
+    """Another group of all ranks, to wait in while one of them moves files. Every rank calls it."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
 
 
 def local_device() -> torch.device:

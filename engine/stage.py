@@ -136,6 +136,8 @@ class Stage:
         if state is not None and state["spec"] != hash_spec(self.spec):
             raise SpecError(f"checkpoint_dir: {self.spec.checkpoint_dir} holds checkpoints of a job with another spec; "
                             "choose another directory, or remove it")
+        if state is not None:
+            self.checkpoints.complete()
         if state is None and self.spec.resume_from is not None:
             state = self.checkpoints.load(self.learner.models, self.spec.resume_from)
             state["stage_start"] = state["iteration"]

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from engine.backends.megatron.parallel import World
 from engine.checkpoint.files import STATE, CheckpointFiles, in_use, name_of
 from engine.checkpoint.rng import rng_state, set_rng_state
-from engine.errors import MissingError, StoreError
+from engine.errors import FaultError, MissingError, RefusedError, StoreError
+from engine.ranks import patient_group
 
 
 class Snapshot(Protocol):
@@ -82,8 +83,6 @@ class Checkpoints:
         begin = time.monotonic()
         self.files.check_metrics(dict(metrics or {}))
         self.wait()
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
         saving = Path(self._on_first_rank(lambda: str(self.files.prepare(step, [*roles, "rng"]))))
         snapshots = {name: role.snapshot(saving / name) for name, role in roles.items()}
         about = {"step": step, "layout": str(self.world.layout), "roles": sorted(roles), "metrics": self._best(metrics)}
@@ -137,7 +136,7 @@ class Checkpoints:
             The state given to `save`.
         Raises:
             MissingError: a `directory` was named and has no whole checkpoint.
-            StoreError: the checkpoint does not hold a role.
+            StoreError: the checkpoint does not hold a role, or the store does not answer.
         """
         self.wait()
         found = self._on_first_rank(lambda: self._find(directory))
@@ -158,6 +157,14 @@ class Checkpoints:
         self.step = manifest["step"] if directory is None else None
         return state
 
+    def complete(self) -> None:
+        """Do for the loaded checkpoint what a kill may have kept its commit from: the note of the best, the upload.
+
+        Raises:
+            StoreError: the store refused.
+        """
+        self._on_first_rank(lambda: self.files.complete(self.step))
+
     def _find(self, directory: str | Path | None) -> tuple[str, dict[str, Any]] | None:
         found = self.files.find(directory)
         return found and (str(found[0]), found[1])
@@ -174,7 +181,7 @@ class Checkpoints:
     def _write(self, job: "_Job") -> None:
         try:
             written = self._on_every_rank(lambda: job.write(self.world.rank))
-            self._on_first_rank(lambda: self._commit(job, written), self._group)
+            self._on_first_rank(lambda: self._commit(job, written))
         except BaseException as error:  # noqa: BLE001
             # A thread cannot raise: the training's next `poll` or `wait` does.
             self._failure = error
@@ -185,17 +192,19 @@ class Checkpoints:
         self.files.commit(job.saving, job.about, job.state)
         self._saved(job.about["step"], job.blocked_s, time.monotonic() - job.begin)
 
-    def _on_first_rank(self, action: Callable[[], Any], group: Any = None) -> Any:
+    def _on_first_rank(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0; its result, or its failure, reaches all ranks.
 
-        Args: group: None in the main thread, the threads' own in a thread.
+        In the thread, or in the main thread while there is none.
         """
+        if self._group is None:
+            self._group = patient_group()
         outcome: list[Any] = [None, None]
         if self.world.rank == 0:
             outcome = _attempt(action)
-        dist.broadcast_object_list(outcome, src=0, group=group)
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[1]:
-            raise StoreError(outcome[1])
+            raise outcome[1]
         return outcome[0]
 
     def _on_every_rank(self, action: Callable[[], Any]) -> list[Any]:
@@ -204,7 +213,7 @@ class Checkpoints:
         dist.all_gather_object(outcomes, _attempt(action), group=self._group)
         failures = [failure for _, failure in outcomes if failure]
         if failures:
-            raise StoreError(failures[0])
+            raise failures[0]
         return [result for result, _ in outcomes]
 
 
@@ -230,13 +239,15 @@ class _Job:
 
 
 def _attempt(action: Callable[[], Any]) -> list[Any]:
-    """[result, None] or [None, one line that says what failed]: peers wait for the outcome, whatever it is."""
+    """[result, None] or [None, an error of ours]: peers wait for the outcome, whatever it is."""
     try:
         return [action(), None]
+    except (FaultError, RefusedError) as error:
+        return [None, error]
     except OSError as error:
-        return [None, f"checkpoint {error.filename or ''}: {error.strerror or error}"]
+        return [None, StoreError(f"checkpoint {error.filename or ''}: {error.strerror or error}")]
     except Exception as error:  # noqa: BLE001
-        return [None, f"checkpoint: {type(error).__name__}: {error}"]
+        return [None, StoreError(f"checkpoint: {type(error).__name__}: {error}")]
 
 
 def _as_bytes(state: dict[str, Any]) -> bytes:

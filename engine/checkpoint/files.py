@@ -27,9 +27,9 @@ from typing import Any
 
 from engine.checkpoint.manifest import read_manifest, write_manifest
 from engine.checkpoint.mirror import Mirror
-from engine.errors import CorruptError, SpecError
+from engine.errors import CorruptError, MissingError, SpecError
 from engine.spec.train import KeepBest
-from engine.store import is_s3, sync_directory, write_atomic
+from engine.store import MANIFEST, is_s3, sync_directory, write_atomic
 
 LATEST = "latest.json"
 BEST = "best.json"
@@ -59,15 +59,16 @@ class CheckpointFiles:
 
     def prepare(self, step: int, parts: list[str]) -> Path:
         """An empty directory of this save's own, with a folder a part; leftovers of killed saves go."""
-        self._recover()
-        for leftover in self.directory.glob(f"{_SAVING}*"):
-            shutil.rmtree(leftover)
-        for leftover in (path for name in (LATEST, BEST) for path in self.directory.glob(f".{name}.*")):
-            leftover.unlink()
         # Another name each time: what an attempt that was replaced still writes lands beside, not in between.
-        saving = self.directory / f"{_SAVING}{name_of(step)}-{secrets.token_hex(4)}"
-        for part in parts:
-            (saving / part).mkdir(parents=True)
+        saving = self._temporary(name_of(step))
+        with self.guard():
+            self._recover()
+            for leftover in self.directory.glob(f"{_SAVING}*"):
+                shutil.rmtree(leftover)
+            for leftover in (path for name in (LATEST, BEST) for path in self.directory.glob(f".{name}.*")):
+                leftover.unlink()
+            for part in parts:
+                (saving / part).mkdir(parents=True)
         return saving
 
     def check_metrics(self, metrics: dict[str, float]) -> None:
@@ -77,14 +78,14 @@ class CheckpointFiles:
                             f"there are {', '.join(sorted(metrics)) or 'none'}")
 
     def commit(self, saving: Path, about: dict[str, Any], state: dict[str, Any]) -> Path:
-        """Seal what stands in `saving`, give it its name, move latest.json, remove what is too old.
+        """Seal what stands in `saving`, give it its name, move latest.json, remove what is too old; then the mirror.
 
         Args:
             saving: a directory of `prepare`, filled.
             about: for the manifest; holds `step` and `metrics`.
             state: plain JSON of the caller.
         """
-        step, final = about["step"], self.directory / name_of(about["step"])
+        final = self.directory / name_of(about["step"])
         write_atomic(saving / STATE, json.dumps(state, indent=1))
         write_manifest(saving, about)
         replaced = self.directory / (_REPLACED + final.name)
@@ -94,15 +95,21 @@ class CheckpointFiles:
                     os.rename(final, replaced)
             os.rename(saving, final)
             sync_directory(self.directory)
-            write_atomic(self.directory / LATEST, json.dumps({"checkpoint": final.name, "step": step}))
-            self._note_best(final.name, about)
-            shutil.rmtree(replaced, ignore_errors=True)
-            kept = self._retain(final)
+            self._note(final.name, about)
+            doomed = self._doom(final)
+        for path in doomed:
+            shutil.rmtree(path, ignore_errors=True)  # what is left goes with the next save
+        self._upload(final)
         if self.mirror is not None:
-            notes = [self.directory / name for name in (LATEST, BEST) if (self.directory / name).exists()]
-            self.mirror.push(final, notes, self.guard)
-            self.mirror.retain(kept)
+            self.mirror.retain(self._kept(final), self.guard)
         return final
+
+    def complete(self, step: int) -> None:
+        """Do for a checkpoint that is there what a kill may have kept its commit from: the notes, the upload."""
+        final = self.directory / name_of(step)
+        with self.guard():
+            self._note(final.name, json.loads((final / MANIFEST).read_text()))
+        self._upload(final)
 
     def find(self, source: Path | str | None = None) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint and its manifest; warns about each that is not whole.
@@ -110,7 +117,8 @@ class CheckpointFiles:
         Args: source: another directory of checkpoints, or one checkpoint in it, a path or `s3://`; None: this one.
         """
         if source is None:
-            self._recover()
+            with self.guard():
+                self._recover()
             if self.mirror and self.keep_best:
                 self.mirror.fetch_note(self.directory / BEST)
         directory, mirror = self._place(source)
@@ -123,7 +131,7 @@ class CheckpointFiles:
         for name in sorted(names, key=step_of, reverse=True):
             try:
                 return directory / name, self._manifest(directory / name, mirror)
-            except (ValueError, CorruptError) as error:
+            except (ValueError, CorruptError, MissingError) as error:
                 self.warn(f"checkpoint {directory / name} is not whole: {error}; taking the one before")
         return None
 
@@ -145,14 +153,21 @@ class CheckpointFiles:
         fetched = self.directory.with_name("resumed")
         return (fetched / name, Mirror(prefix)) if name.startswith("step-") else (fetched, Mirror(str(source)))
 
-    @staticmethod
-    def _manifest(path: Path, mirror: Mirror | None) -> dict[str, Any]:
+    def _manifest(self, path: Path, mirror: Mirror | None) -> dict[str, Any]:
         try:
             return read_manifest(path)
         except ValueError:
-            if mirror is None or not mirror.fetch(path):
+            if mirror is None or path.name not in mirror.names():
                 raise
+        fetched = path.with_name(self._temporary(path.name).name)
+        mirror.fetch(path.name, fetched)
+        with self.guard():
+            shutil.rmtree(path, ignore_errors=True)
+            os.rename(fetched, path)
         return read_manifest(path)
+
+    def _temporary(self, name: str) -> Path:
+        return self.directory / f"{_SAVING}{name}-{secrets.token_hex(4)}"
 
     def _recover(self) -> None:
         """Undo a commit that was killed between its two renames."""
@@ -165,17 +180,19 @@ class CheckpointFiles:
 
     def _look_at_latest(self, directory: Path, names: set[str]) -> None:
         try:
-            named = json.loads((directory / LATEST).read_text())["checkpoint"]
+            named = str(json.loads((directory / LATEST).read_text())["checkpoint"])
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self.warn(f"checkpoint {directory / LATEST} cannot be read ({error}); taking the newest whole one")
             return
         if named not in names:
             self.warn(f"checkpoint {directory / named}: {LATEST} names it but it is not there; "
                       "taking the newest whole one")
 
-    def _note_best(self, name: str, about: dict[str, Any]) -> None:
+    def _note(self, name: str, about: dict[str, Any]) -> None:
+        """Let latest.json name a checkpoint, and best.json if it is the best."""
+        write_atomic(self.directory / LATEST, json.dumps({"checkpoint": name, "step": about["step"]}))
         if self.keep_best is None:
             return
         value = about["metrics"][self.keep_best.metric]
@@ -186,20 +203,36 @@ class CheckpointFiles:
             write_atomic(self.directory / BEST, json.dumps(
                 {"checkpoint": name, "step": about["step"], "metric": self.keep_best.metric, "value": value}))
 
-    def _retain(self, newest: Path) -> set[str]:
-        """Remove what is too old, and what is newer than the newest: a run that went back has left it behind."""
+    def _kept(self, newest: Path) -> set[str]:
+        """Names to keep; not those after the newest: a run that went back has left them behind."""
         by_age = sorted(_names(self.directory), key=step_of, reverse=True)
         kept = {newest.name, *[name for name in by_age if step_of(name) <= step_of(newest.name)][: self.keep_last]}
-        kept |= {self.best} - {None} if self.keep_best else set()
-        for name in set(by_age) - kept:
-            with _unused(self.directory / name) as unused:
-                if not unused:
-                    continue  # another job loads it now; the next commit removes it
-                # Under a temporary name first: a removal that is interrupted leaves no half a checkpoint.
-                doomed = self.directory / f"{_SAVING}{name}-old"
-                os.rename(self.directory / name, doomed)
-                shutil.rmtree(doomed)
-        return kept
+        return kept | ({self.best} - {None} if self.keep_best else set())
+
+    def _doom(self, newest: Path) -> list[Path]:
+        """Give what is replaced or not kept temporary names: a removal that is interrupted leaves no half a checkpoint.
+
+        Returns:
+            What is to be removed now: that may take long, and nobody has to be kept from writing meanwhile.
+        """
+        renamed = {path: self._temporary(path.name) for path in self.directory.glob(f"{_REPLACED}*")}
+        for path, target in renamed.items():
+            os.rename(path, target)
+        for path in (self.directory / name for name in _names(self.directory) - self._kept(newest)):
+            with _unused(path) as unused:
+                if unused:  # else another job loads it now; the next commit removes it
+                    renamed[path] = self._temporary(path.name)
+                    os.rename(path, renamed[path])
+        return list(renamed.values())
+
+    def _upload(self, newest: Path) -> None:
+        """Send the newest, and what is kept but was kept from the mirror by a kill or a fault; then the notes."""
+        if self.mirror is None:
+            return
+        for path in (self.directory / name for name in sorted(self._kept(newest), key=step_of)):
+            if not self.mirror.holds(path) and (path == newest or _is_whole(path)):
+                self.mirror.push(path, self.guard)
+        self.mirror.note([path for name in (LATEST, BEST) if (path := self.directory / name).exists()], self.guard)
 
 
 def name_of(step: int) -> str:
@@ -241,8 +274,16 @@ def _names(directory: Path) -> set[str]:
     return {path.name for path in directory.glob("step-*") if path.is_dir() and step_of(path.name) >= 0}
 
 
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        return bool(read_manifest(checkpoint))
+    except ValueError:
+        return False
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) and "checkpoint" in content else None

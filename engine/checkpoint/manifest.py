@@ -37,13 +37,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise ValueError(f"{MANIFEST} cannot be read: it lists no files")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} is of format {manifest.get('format')}, this version reads {FORMAT}")
     with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-        for problem in pool.map(lambda item: _problem(directory, *item), files.items()):
+        for problem in pool.map(lambda item: _problem(directory, *item), manifest["files"].items()):
             if problem:
                 raise ValueError(problem)
     return manifest
@@ -63,6 +64,8 @@ def _problem(directory: Path, name: str, entry: dict[str, Any]) -> str | None:
         return f"{name} is missing"
     if size != entry["bytes"]:
         return f"{name} has {size} bytes, the manifest says {entry['bytes']}"
-    if sha256_file(path) != entry["sha256"]:
-        return f"{name} has another content than the manifest says"
-    return None
+    try:
+        sha256 = sha256_file(path)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror or error}"
+    return None if sha256 == entry["sha256"] else f"{name} has another content than the manifest says"

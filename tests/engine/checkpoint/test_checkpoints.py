@@ -7,12 +7,14 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.errors import MissingError, ModelError, StoreError
+from engine.errors import MissingError, ModelError, SpecError, StoreError
+from engine.fence import FencedError
 from tests.engine.backends.megatron_cases import assemble, largest_difference, replica_rows, signal_loss
 from tests.engine.multiprocess import run_ranks, shared_ranks
 from tests.engine.resharding.hf_models import make_model
@@ -381,6 +383,65 @@ def test_the_training_goes_on_while_a_save_is_written_and_no_exit_comes_before_i
     early, told, written, loaded = shared_ranks(1).run(train_beside_a_slow_save, str(tmp_path))[0]
     assert early and told == [(1, True, True)]
     assert written == loaded == {"iteration": 1}
+
+
+def wait_for_slow_files(directory):
+    """Everything that rank 0 does with files alone takes longer than the training's collectives may."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    import engine.model_files
+    from engine.backends.megatron.parallel import start_world
+    from engine.checkpoint import CheckpointFiles, Checkpoints
+    from engine.layout import ParallelLayout
+
+    class SlowFiles(CheckpointFiles):
+        def commit(self, *arguments):
+            time.sleep(4)
+            return super().commit(*arguments)
+
+        def find(self, source=None):
+            time.sleep(4)
+            return super().find(source)
+
+    def download(uri, target):
+        time.sleep(4)
+        target.mkdir()
+
+    world = start_world(ParallelLayout(dp=2))
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    engine.model_files.store.download_dir = download
+    engine.model_files.local_model("s3://bucket/model", Path(directory) / "model", world.rank)
+    checkpoints = Checkpoints(SlowFiles(Path(directory) / "checkpoints"), world)
+    checkpoints.save(1, {}, {"step": 1})
+    return checkpoints.load({})
+
+
+def test_ranks_wait_for_the_files_of_the_first_longer_than_for_its_collectives(tmp_path):
+    assert run_ranks(wait_for_slow_files, 2, str(tmp_path)) == [{"step": 1}] * 2
+
+
+def fail_to_find(directory, kind):
+    from engine.backends.megatron.parallel import start_world
+    from engine.checkpoint import CheckpointFiles, Checkpoints
+    from engine.layout import ParallelLayout
+
+    def find(source):
+        raise kind("list s3://bucket/x: the store answers NoSuchBucket (HTTP 404)")
+
+    checkpoints = Checkpoints(CheckpointFiles(Path(directory)), start_world(ParallelLayout(dp=2)))
+    checkpoints.files.find = find
+    with pytest.raises(kind) as failure:
+        checkpoints.load({})
+    return failure.type, str(failure.value)
+
+
+@pytest.mark.parametrize("kind", [MissingError, SpecError, StoreError, FencedError])
+def test_every_rank_fails_with_the_error_of_the_first(kind, tmp_path):
+    expected = (kind, "list s3://bucket/x: the store answers NoSuchBucket (HTTP 404)")
+    assert shared_ranks(2).run(fail_to_find, str(tmp_path), kind) == [expected] * 2
 
 
 def skip_and_resume(model_dir, directory):

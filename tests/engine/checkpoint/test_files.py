@@ -1,13 +1,18 @@
 """Which checkpoints stay: newest, best, used by another job; what a run that went back has left behind goes."""
 
+import contextlib
+import errno
 import json
 import math
+import os
 
 import pytest
 
 from engine.checkpoint.files import CheckpointFiles, in_use
 from engine.errors import SpecError
+from engine.fence import FencedError
 from engine.spec.train import KeepBest
+from engine.store import sha256_file, write_atomic
 
 
 def commit(files, step, **metrics):
@@ -82,3 +87,68 @@ def test_two_attempts_that_save_the_same_step_do_not_share_a_directory(tmp_path)
     old = files.prepare(1, ["actor"])
     new = CheckpointFiles(tmp_path).prepare(1, ["actor"])
     assert old != new and not old.exists()
+
+
+def test_an_attempt_that_was_replaced_touches_nothing_of_the_new_ones(tmp_path):
+    commit(CheckpointFiles(tmp_path), 1)
+    CheckpointFiles(tmp_path).prepare(2, ["actor"])
+    (tmp_path / "step-000001").rename(tmp_path / ".replaced-step-000001")
+    before = names(tmp_path)
+
+    @contextlib.contextmanager
+    def replaced():
+        raise FencedError("attempt 2 has taken over")
+        yield
+
+    old = CheckpointFiles(tmp_path, guard=replaced)
+    for action in (lambda: old.prepare(2, ["actor"]), old.find):
+        with pytest.raises(FencedError):
+            action()
+    assert names(tmp_path) == before
+
+
+def test_a_best_whose_note_a_kill_prevented_is_noted_when_the_job_goes_on(tmp_path, monkeypatch):
+    files = CheckpointFiles(tmp_path, keep_last=1, keep_best=KeepBest(metric="r"))
+    commit(files, 1, r=0.1)
+
+    def killed(path, content):
+        if path.name == "best.json":
+            raise KeyboardInterrupt
+        write_atomic(path, content)
+
+    monkeypatch.setattr("engine.checkpoint.files.write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        commit(files, 2, r=0.9)
+    monkeypatch.undo()
+    assert files.find()[1]["step"] == 2
+    files.complete(2)
+    commit(files, 3, r=0.5)
+    assert files.best == "step-000002" and steps(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "7", '{"format": 2}', '{"format": 2, "files": null}'])
+def test_a_manifest_or_note_of_another_shape_counts_as_not_whole(tmp_path, content):
+    warnings = []
+    files = CheckpointFiles(tmp_path, keep_best=KeepBest(metric="r"), warn=warnings.append)
+    for step in (1, 2):
+        commit(files, step, r=1.0)
+    for name in ("step-000002/manifest.json", "latest.json", "best.json"):
+        (tmp_path / name).write_text(content)
+    assert files.find()[1]["step"] == 1 and len(warnings) == 2
+    assert files.best is None
+
+
+def test_a_file_that_the_disk_does_not_give_back_makes_the_checkpoint_before_be_taken(tmp_path, monkeypatch):
+    warnings = []
+    files = CheckpointFiles(tmp_path, warn=warnings.append)
+    for step in (1, 2):
+        commit(files, step)
+
+    def broken(path):
+        if "step-000002" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return sha256_file(path)
+
+    monkeypatch.setattr("engine.checkpoint.manifest.sha256_file", broken)
+    assert files.find()[1]["step"] == 1
+    assert "cannot be read: Input/output error" in warnings[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StoreError
+from engine.spec.train import KeepBest
 from tests.engine.checkpoint.test_checkpoints import Run, assert_equal
 from tests.engine.multiprocess import shared_ranks
 from tests.engine.resharding.hf_models import make_model
@@ -70,20 +71,23 @@ class Disk:
 _disk: list[Disk] = []
 
 
+SCORES = {"old": 0.1, "new": 0.9, "next": 0.5}
+"""The metric of the best checkpoint, by what a checkpoint holds."""
+
+
 def fault_every_operation(model_dir, directory, step, error):
     """Checkpoint 1 is there; a save of `step` is faulted at operation 1, 2, 3, ... until one gets through."""
-    from engine.checkpoint import CheckpointFiles, Checkpoints
 
     if not _disk:
         _disk.append(Disk())
     kill, _disk[0].error = error is None, error
     disk, start, work = _disk[0], Path(directory) / "start", Path(directory) / "work"
-    run = Run(model_dir, {}, str(start))
-    reference = Checkpoints(CheckpointFiles(Path(directory) / "reference"), run.world)
+    run = Run(model_dir, {}, str(start), keep_best=KeepBest(metric="r"))
+    reference = reopened(run, Path(directory) / "reference")
     roles, snapshots = {"actor": run.roles["actor"]}, {}
     for content, checkpoints in (("old", run.checkpoints), ("new", reference)):
         run.train(1)
-        checkpoints.save(1, roles, {"content": content})
+        checkpoints.save(1, roles, {"content": content}, {"r": SCORES[content]})
         checkpoints.wait()
         snapshots[content] = actor_of(run.snapshot())
     found = []
@@ -91,7 +95,7 @@ def fault_every_operation(model_dir, directory, step, error):
         shutil.copytree(start, work)
         with disk.armed(work, at, kill):
             failure = try_to_save(reopened(run, work), roles, step)
-        found.append(check_what_loads(run, work, roles, snapshots))
+        found.append(check_what_loads(run, work, roles, (step, snapshots)))
         # What could be done without (a folder that is there already) may fail; then the save went well.
         assert failure is not None or found[-1] == "new"
         shutil.rmtree(work)
@@ -104,23 +108,26 @@ def fault_every_operation(model_dir, directory, step, error):
 
 def try_to_save(checkpoints, roles, step):
     try:
-        checkpoints.save(step, roles, {"content": "new"})
+        checkpoints.save(step, roles, {"content": "new"}, {"r": SCORES["new"]})
         checkpoints.wait()
     except (StoreError, Killed) as error:
         return error
     return None
 
 
-def check_what_loads(run, work, roles, snapshots):
-    """Load in what stands for a new process; then the next save works and nothing is left over."""
-    checkpoints = reopened(run, work)
+def check_what_loads(run, work, roles, expected):
+    """Load in what stands for a new process; then the next save works, the best stays and nothing else is left over."""
+    checkpoints, (step, snapshots) = reopened(run, work), expected
     state = checkpoints.load(roles)
     assert state is not None, sorted(path.name for path in work.iterdir())
     assert_equal(actor_of(run.snapshot()), snapshots[state["content"]])
-    checkpoints.save(3, roles, {"content": "next"})
+    checkpoints.complete()
+    checkpoints.save(3, roles, {"content": "next"}, {"r": SCORES["next"]})
     checkpoints.wait()
     assert checkpoints.files.find()[1]["step"] == 3
-    assert sorted(path.name for path in work.iterdir()) == ["latest.json", "step-000003"]
+    best = [f"step-{step:06d}"] if state["content"] == "new" else []
+    assert sorted(path.name for path in work.iterdir()) == ["best.json", "latest.json", *best, "step-000003"]
+    assert checkpoints.files.best == [*best, "step-000003"][0]
     return state["content"]
 
 
@@ -131,7 +138,8 @@ def actor_of(snapshot):
 def reopened(run, work):
     from engine.checkpoint import CheckpointFiles, Checkpoints
 
-    checkpoints = Checkpoints(CheckpointFiles(work, keep_last=1, warn=run.warnings.append), run.world)
+    checkpoints = Checkpoints(CheckpointFiles(
+        work, keep_last=1, keep_best=KeepBest(metric="r"), warn=run.warnings.append), run.world)
     checkpoints._group = run.checkpoints._group
     return checkpoints
 
