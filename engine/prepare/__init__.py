@@ -23,6 +23,11 @@ from engine.prepare.sources import source_files
 from engine.prepare.writing import Quarantine, ShardWriter
 from engine.spec import FileSource, PrepareSpec, PromptSetSpec, RunResult, hash_spec
 
+UNFINISHED = "prepare-unfinished"
+"""An object that stands beside an output on S3 before its first file and until its manifest: what is there is ours."""
+REPLACED = ".replaced"
+"""Ending of the name that an older local output has until it is removed."""
+
 
 def run(job: Job, spec: PrepareSpec) -> RunResult:
     """Prepare all sets, or find them already prepared from the same spec and sources.
@@ -77,11 +82,13 @@ def _staging_directory(job: Job, spec: PrepareSpec) -> Path:
     Raises:
         SpecError: the output is something that this stage did not make.
     """
-    if store.exists(spec.output) and not store.exists(store.join(spec.output, store.MANIFEST)):
+    ours = [store.MANIFEST, *([UNFINISHED] if store.is_s3(spec.output) else [])]
+    if store.exists(spec.output) and not any(store.exists(store.join(spec.output, name)) for name in ours):
         raise SpecError(f"output: {spec.output} is not empty and no earlier output of prepare; choose another place")
     name = f".{store.join(spec.output).rsplit('/', 1)[-1]}.partial"
     staged = job.dir / name if store.is_s3(spec.output) else Path(spec.output).absolute().parent / name
-    shutil.rmtree(staged, ignore_errors=True)
+    for leftover in (staged, staged.with_suffix(REPLACED)):
+        shutil.rmtree(leftover, ignore_errors=True)
     staged.mkdir(parents=True)
     return staged
 
@@ -100,13 +107,20 @@ def _local_tokenizer(spec: PrepareSpec, stack: contextlib.ExitStack) -> Path:
 
 def _publish(staged: Path, output: str) -> None:
     """Make the output visible: locally by a rename, on S3 by its manifest. An older output is replaced whole."""
-    if store.exists(output):
-        store.delete(output)
     if store.is_s3(output):
+        store.write_bytes(store.join(output, UNFINISHED), b"")
+        store.delete(store.join(output, store.MANIFEST))
+        for name in {name.split("/")[0] for name in store.list_files(output)} - {UNFINISHED}:
+            store.delete(store.join(output, name))
         store.upload_dir(staged, output)
-    else:
-        os.replace(staged, output)
-        store.sync_directory(Path(output).absolute().parent)
+        store.delete(store.join(output, UNFINISHED))
+        return
+    replaced = staged.with_suffix(REPLACED)
+    if os.path.exists(output):
+        os.replace(output, replaced)
+    os.replace(staged, output)
+    store.sync_directory(staged.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _fingerprint(spec: PromptSetSpec) -> list[dict[str, str]]:

@@ -1,6 +1,8 @@
+import contextlib
 import gzip
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from transformers import AutoTokenizer
 
 import engine.rows
 from engine import store
-from engine.errors import DataError, ModelError, SpecError
+from engine.errors import DataError, ModelError, SpecError, StoreError
 from engine.prompts import PromptSet
 from engine.rewards import gym
 from tests.engine.data.preparing import (
@@ -304,6 +306,83 @@ def test_a_run_that_dies_before_the_end_leaves_no_output(tmp_path, chat_tokenize
 def gym_source(**changes):
     return {"kind": "reasoning_gym", "task": "chain_sum", "size": 200,
             "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}} | changes
+
+
+def faults_until_done(tmp_path, spec, arm):
+    """Replace an older output; fault the operation number 1, 2, ... until none is left; how many there were."""
+    for count in range(1, 50):
+        prepare(tmp_path, spec)
+        assert len(PromptSet.open(spec.output, "train")) == 1
+        write_lines(tmp_path / "t.jsonl", [{"prompt": f"{count}-{i}", "answer": 1} for i in range(2)])
+        with arm(count) as faulted:
+            try:
+                prepare(tmp_path, spec)
+            except (KeyboardInterrupt, StoreError):
+                pass
+        prepare(tmp_path, spec)
+        assert [prompt.text for prompt in train_rows(spec)] == [f"{count}-0", f"{count}-1"]
+        if not faulted:
+            return count - 1
+        write_lines(tmp_path / "t.jsonl", [{"prompt": f"{count} one", "answer": 1}])
+    raise AssertionError("it never got through")
+
+
+def test_whatever_an_interrupted_replacement_leaves_in_a_store_the_next_attempt_replaces(
+        tmp_path, chat_tokenizer, monkeypatch):
+    file = write_lines(tmp_path / "t.jsonl", [{"prompt": "one", "answer": 1}])
+    spec = make_spec(tmp_path, chat_tokenizer, file, output="s3://bucket/out", rows_per_shard=1)
+    with s3_server(monkeypatch) as server:
+        @contextlib.contextmanager
+        def arm(number):
+            left, faulted = [number], []
+
+            def fault(request):
+                left[0] -= request["REQUEST_METHOD"] != "GET" and request["REQUEST_METHOD"] != "HEAD"
+                faulted.extend([1] if left[0] <= 0 else [])
+                return "403" if left[0] <= 0 else None
+
+            server.fault = fault
+            yield faulted
+            server.fault = None
+
+        assert faults_until_done(tmp_path, spec, arm) > 8
+        assert store.list_files("s3://bucket/out") == [
+            "eval/00000.parquet", "manifest.json", "quarantine.jsonl", "train/00000.parquet", "train/00001.parquet"]
+        store.delete("s3://bucket/out/manifest.json")
+        with pytest.raises(SpecError, match="no earlier output of prepare"):
+            prepare(tmp_path, spec)
+
+
+def test_whatever_an_interrupted_replacement_leaves_on_a_disk_the_next_attempt_replaces(
+        tmp_path, chat_tokenizer, monkeypatch):
+    file = write_lines(tmp_path / "t.jsonl", [{"prompt": "one", "answer": 1}])
+    spec = make_spec(tmp_path, chat_tokenizer, file)
+    replace, rmtree = os.replace, shutil.rmtree
+
+    @contextlib.contextmanager
+    def arm(number):
+        """Killed at its n-th change of the output's directory; a removal is killed when half is done."""
+        left, faulted = [number], []
+
+        def killed(action, *paths):
+            if any(Path(path).parent == tmp_path and "output" in Path(path).name for path in paths):
+                left[0] -= 1
+                if left[0] <= 0:
+                    faulted.append(1)
+                    raise KeyboardInterrupt
+            action(*paths)
+
+        def half_removed(path, ignore_errors=False):
+            (Path(path) / "manifest.json").unlink(missing_ok=True)
+            killed(lambda gone: rmtree(gone, ignore_errors=True), path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda *paths: killed(replace, *paths))
+            patch.setattr(shutil, "rmtree", half_removed)
+            yield faulted
+
+    assert faults_until_done(tmp_path, spec, arm) >= 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "job", "output", "t.jsonl"]
 
 
 def test_generated_rows_are_all_different_held_out_and_verifiable_from_the_row(tmp_path, chat_tokenizer):
