@@ -78,7 +78,8 @@ PARAMS = {
                     "schema before anything starts; an error is in the log of `begin` and in the run's note."),
     "force": Param(
         False, type="boolean", title="Replace jobs", section="Advanced",
-        description="When this run's tasks are cleared after its preset changed: replace jobs that hold another spec."),
+        description="When this run's tasks are cleared after its preset changed: replace jobs that hold another spec. "
+                    "Their checkpoints are put aside; those in an object store are deleted."),
 }
 
 ON_GPUS = {"pool": "gpus", "pool_slots": deployment.pool_slots()}

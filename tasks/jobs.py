@@ -52,8 +52,8 @@ STALL_LIMITS_S = {"prepare": 3600, "evaluate": 4 * 3600, "report": 3600}
 """Without a sign of progress for so long a job is ended as hung, where its spec does not say; an evaluation gives one a
 model, the others many."""
 
-RUN_FILES = (METRICS_FILE, OUTBOX_FILE, SENT_FILE)
-"""What all attempts of one spec add to."""
+RUN_FILES = (METRICS_FILE, OUTBOX_FILE, SENT_FILE, "checkpoints", "resumed", "model", "models", "export")
+"""What all attempts of one spec add to, and their local copies of what is in an object store."""
 
 Phase = Literal["absent", "running", "done", "failed", "lost"]
 
@@ -126,7 +126,7 @@ def submit(directory: Path, spec: RunSpec, launcher: Launcher, *, force: bool = 
         attempt = archive_attempt(directory, state_of(directory, launcher))
         hand_over(directory, attempt)
         if changes:
-            start_over(directory, spec, attempt - 1)
+            start_over(directory, spec, attempt - 1, delete=force)
         text = dump_spec(spec)
         write_atomic(directory / SPEC_FILE, text)
         write_atomic(directory / SPEC_HASH_FILE, hashlib.sha256(text.encode()).hexdigest() + "\n")
@@ -222,16 +222,27 @@ def archive_attempt(directory: Path, state: JobState) -> int:
     return max(archived, default=0) + 1
 
 
-def start_over(directory: Path, spec: RunSpec, attempt: int) -> None:
+def start_over(directory: Path, spec: RunSpec, attempt: int, *, delete: bool) -> None:
     """Another spec takes the directory: nothing of the old one's is gone on from, neither metrics nor checkpoints.
 
-    Checkpoints are put aside; those in an object store stay where they are, and the engine refuses them.
+    Args:
+        directory: holds the old spec.
+        spec: the new one.
+        attempt: number of the old one's last; what is put aside goes into its directory.
+        delete: checkpoints in an object store cannot be put aside: delete those of the old spec, or leave them there
+            for the engine to refuse. A directory of checkpoints is put aside, whatever this says.
     """
     target = directory / "attempts" / str(attempt)
     for name in RUN_FILES:
         with contextlib.suppress(FileNotFoundError):
             os.replace(directory / name, target / name)
-    if isinstance(spec, TrainingSpec) and not store.is_s3(spec.checkpoint_dir):
+    if not isinstance(spec, TrainingSpec):
+        return
+    if store.is_s3(spec.checkpoint_dir):
+        # Only what this very job wrote: whatever else the new spec points to is somebody else's.
+        if delete and (read_json(directory / SPEC_FILE) or {}).get("checkpoint_dir") == spec.checkpoint_dir:
+            store.delete(spec.checkpoint_dir)
+    else:
         with contextlib.suppress(FileNotFoundError):
             os.replace(spec.checkpoint_dir, f"{spec.checkpoint_dir}.{attempt}")
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from engine import store
 from engine.errors import SpecError
 from engine.spec import GeneratedSource, PrepareSpec, PromptSetSpec, hash_spec, parse_spec
 from tasks import jobs
 from tasks.launchers import local
 from tasks.launchers.wrapper import visible_devices
+from tests.engine.s3_server import s3_server
 from tests.pipeline.examples import train_section
 
 PREPARE = PrepareSpec(
@@ -137,6 +139,30 @@ def test_nothing_of_the_replaced_job_is_gone_on_from(deployment):
     assert not checkpoints.exists() and not (directory / "metrics.jsonl").exists()
     assert (directory / "attempts" / "1" / "metrics.jsonl").read_text() == "1\n"
     assert (checkpoints.parent / "checkpoints.1" / "step-000001" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_checkpoints_in_an_object_store_are_deleted_when_asked_and_local_copies_put_aside(
+        deployment, monkeypatch, force):
+    ours, theirs = "s3://bucket/run/checkpoints", "s3://bucket/other/checkpoints"
+    train = parse_spec({"stage": "train", "model": "s3://bucket/m", "prompts": "/p", "checkpoint_dir": ours,
+                        "export_dir": str(deployment.home / "e"), **train_section()})
+    directory = deployment.home / "jobs" / "d" / "r" / "t"
+    deployment.plan({"t": [{"exit": 2}, {"exit": 2}, {}]})
+    with s3_server(monkeypatch):
+        for uri in (ours, theirs):
+            store.write_bytes(f"{uri}/step-000001/manifest.json", "{}")
+        jobs.submit(directory, train, local)
+        ended(directory)
+        for name in ("checkpoints/step-000001", "resumed/step-000007", "model", "export"):
+            store.write_bytes(directory / name / "file", "old")
+        jobs.submit(directory, train.model_copy(update={"seed": 12345}), local, force=force)
+        ended(directory)
+        assert store.exists(ours) is not force
+        for name in ("checkpoints/step-000001", "resumed/step-000007", "model", "export"):
+            assert (directory / "attempts" / "1" / name / "file").exists() and not (directory / name).exists()
+        jobs.submit(directory, train.model_copy(update={"checkpoint_dir": theirs}), local, force=True)
+        assert ended(directory).phase == "done" and store.exists(theirs)
 
 
 def test_a_job_that_was_refused_may_come_back_with_a_mended_spec(deployment):
