@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
+from engine.errors import FaultError
 from engine.resharding.catalog import SCORE
 from engine.resharding.execute import SyncOptions, WeightSync
 from engine.resharding.huggingface import FileSharding
@@ -58,7 +58,8 @@ def export_hf(model_dir: str | Path, out_dir: str | Path, sharding: Sharding, pa
         sharding: how the ranks hold the model.
         params: this rank's parameters by name.
     Raises:
-        ModelError: `model_dir` does not describe the model that `sharding` holds, or the disk refuses.
+        ModelError: `model_dir` does not describe the model that `sharding` holds.
+        FaultError: the disk refuses.
         ReshardError: a rank is gone.
     """
     wire, out_dir = Wire(None, options.sync.timeout_s), Path(out_dir)
@@ -113,7 +114,7 @@ def _write_weights(source: tuple[Sharding, Mapping[str, Tensor]], target: tuple[
         try:
             mapped |= create_file(directory / file.name, {name: sizes[name] for name in file.tensors})
         except OSError as error:
-            raise ModelError(f"export {directory / file.name}: cannot be written ({error.strerror})") from error
+            raise FaultError(f"export {directory / file.name}: cannot be written ({error.strerror})") from error
     plan = plan_rank(sharding, destination, wire.rank, options.placement)
     WeightSync(plan, params, mapped, None, options.sync).run(0)
     mapped.clear()

@@ -1,6 +1,8 @@
 """Hugging Face directories in and out: every rank its slices, the same bytes back, errors that name file and tensor."""
 
+import errno
 import json
+import os
 import shutil
 import struct
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from engine.errors import LayoutError, ModelError
+from engine.errors import EXIT_FAULT, FaultError, LayoutError, ModelError
 from engine.layout import GenerationLayout, ParallelLayout, read_model_shape
 from engine.resharding.export import ExportOptions, export_hf
 from engine.resharding.fsdp import FsdpSharding
@@ -270,6 +272,19 @@ def interrupted(model_dir, out_dir):
     finally:
         module._finish_directory = finish
     return "exported"
+
+
+def test_a_full_disk_is_a_fault_and_not_the_models(models, tmp_path, monkeypatch):
+    import engine.resharding.export as module
+
+    def full(file, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    sharding = MegatronSharding(read_model_shape(models["llama", False]), ParallelLayout())
+    monkeypatch.setattr(module, "create_file", full)
+    with pytest.raises(FaultError, match="model.safetensors: cannot be written .No space left") as failure:
+        export_hf(models["llama", False], tmp_path / "out", sharding, empty_params(sharding.holdings(0)))
+    assert failure.value.exit_code == EXIT_FAULT
 
 
 def test_an_export_that_fails_leaves_what_was_there(models, tmp_path):
