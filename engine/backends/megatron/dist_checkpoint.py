@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
 
 from engine.backends.megatron.index_file import check_index
 from engine.backends.megatron.model import CausalLM
@@ -48,8 +49,17 @@ class _Writer(FileSystemWriterAsync):
         self.write_buckets = [(str(Path(self.checkpoint_dir) / name), name, (texts, tensors))] if items else []
 
 
-# The strategy makes its writer by this name.
+class _LoadPlanner(torch_strategy.MCoreLoadPlanner):
+    """Unpickles tensors and plain values only. Torch's own would run what a foreign file of bytes holds."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        content = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], content)
+
+
+# The strategies make their writer and their planner by these names.
 torch_strategy.FileSystemWriterAsync = _Writer
+torch_strategy.MCoreLoadPlanner = _LoadPlanner
 
 
 class _Planned(TorchDistSaveShardedStrategy):

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from engine.errors import ModelError
 
@@ -28,9 +30,29 @@ def check_index(directory: Path) -> None:
     path = directory / INDEX
     with open(path, "rb") as file:
         try:
-            _Reader(file).load()
-        except pickle.UnpicklingError as error:
+            _check(_Reader(file).load())
+        except (pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise ModelError(f"checkpoint {path}: {error}; it is not loaded, since it could run code") from None
+
+
+def _check(index: Any) -> None:
+    """Refuse what torch would read as something else than tensors, or from elsewhere than the checkpoint.
+
+    Megatron's layers have an extra state, which is empty without Transformer Engine: nothing else may be of bytes.
+    """
+    if not type(index.state_dict_metadata) is type(index.storage_data) is dict:
+        raise pickle.UnpicklingError("is no table")
+    for key, entry in index.state_dict_metadata.items():
+        extra = type(entry) is BytesStorageMetadata and "._extra_state/" in key and not vars(entry)
+        if not extra and type(entry) is not TensorStorageMetadata:
+            raise pickle.UnpicklingError(f"{key} is no tensor")
+    for place in index.storage_data.values():
+        if type(place) is not _StorageInfo or place.transform_descriptors or not _is_name(place.relative_path):
+            raise pickle.UnpicklingError(f"names the place {str(place)[:200]}")
+
+
+def _is_name(path: Any) -> bool:
+    return type(path) is str and "/" not in path and path not in ("", ".", "..")
 
 
 class _Reader(pickle.Unpickler):  # noqa: S301 - it finds only what is listed

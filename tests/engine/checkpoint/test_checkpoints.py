@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from engine.errors import MissingError, ModelError, SpecError, StoreError
 from engine.fence import FencedError
@@ -475,22 +476,59 @@ def load_a_foreign_checkpoint(model_dir, directory, name):
     run.checkpoints.save(1, run.roles, {})
     run.checkpoints.wait()
     checkpoint = run.files.directory / "step-000001"
-    for path in checkpoint.rglob(name):
-        if name == ".metadata":
+    for path in checkpoint.rglob(".metadata" if name in FOREIGN_INDEX else name):
+        if name in FOREIGN_INDEX:
+            change_index(path, name, f"{directory}/exploded")
+        elif name == ".metadata":
             path.write_bytes(pickle.dumps(Bomb(f"{directory}/exploded")))
         else:
             torch.save(Bomb(f"{directory}/exploded"), path)
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, {"step": 1, "layout": str(run.world.layout), "roles": sorted(run.roles), "metrics": {}})
-    with pytest.raises((ModelError, pickle.UnpicklingError)) as refused:
+    with pytest.raises((ModelError, pickle.UnpicklingError, CheckpointException)) as refused:
         run.checkpoints.load(run.roles)
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "rank-00000.pt"])
+FOREIGN_INDEX = {
+    "a tensor as bytes": "decoder.final_layernorm.weight is no tensor",
+    "an extra state": "Weights only load failed",
+    "another place": "names the place",
+    "a transform": "names the place",
+}
+
+
+def change_index(path, change, exploded):
+    """Let an index of only allowed classes lead to a file that runs code, or to one outside the checkpoint."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    index = pickle.loads(path.read_bytes())
+    key = "decoder.final_layernorm.weight"
+    if change == "an extra state":
+        key = next(key for key in index.state_dict_metadata if "._extra_state/" in key)
+    place = next(place for name, place in index.storage_data.items() if name.fqn == key)
+    if change == "another place":
+        place.relative_path = f"../actor/{place.relative_path}"
+    elif change == "a transform":
+        place.transform_descriptors = ["zstd"]
+    else:
+        torch.save(Bomb(exploded), path.parent / "bomb.distcp")
+        place.relative_path, place.offset = "bomb.distcp", 0
+        place.length = (path.parent / "bomb.distcp").stat().st_size
+        entry = BytesStorageMetadata()
+        if change == "a tensor as bytes":
+            # Megatron compares shapes, and nothing else of the entry.
+            entry.size = index.state_dict_metadata[key].size
+        index.state_dict_metadata[key] = entry
+        index.storage_data[MetadataIndex(key)] = place
+    path.write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "rank-00000.pt", *FOREIGN_INDEX])
 def test_a_foreign_checkpoint_runs_no_code(name, model_dir, tmp_path):
     said = shared_ranks(1).run(load_a_foreign_checkpoint, model_dir, str(tmp_path), name)[0]
-    assert "pathlib.Path.touch" in said or "Weights only load failed" in said
+    reasons = (FOREIGN_INDEX[name],) if name in FOREIGN_INDEX else ("pathlib.Path.touch", "Weights only load failed")
+    assert any(reason in said for reason in reasons)
     assert not (tmp_path / "exploded").exists()
 
 
