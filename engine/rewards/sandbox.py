@@ -38,7 +38,7 @@ def passes(program: str, reward: CodeReward) -> bool:
     Raises:
         RuntimeError: this machine cannot confine it; nothing was run.
     """
-    nonce = secrets.token_hex(16)
+    nonce = secrets.token_hex(sandbox_child.NONCE_BYTES // 2)
     readable, writable = os.pipe()
     try:
         # No environment, no inherited files but the report's end of the pipe; isolated mode ignores user settings.
@@ -46,7 +46,7 @@ def passes(program: str, reward: CodeReward) -> bool:
                    str(math.ceil(reward.test_timeout_s)), str(writable)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                command, input=f"{nonce}\n{program}".encode(errors="replace"), stdout=subprocess.DEVNULL,
+                command, input=f"{nonce}{program}".encode(errors="replace"), stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, pass_fds=[writable], env={}, cwd="/", timeout=reward.test_timeout_s)
         os.write(writable, b"\n")
         report = os.read(readable, 1000).decode(errors="replace").strip()
