@@ -56,9 +56,13 @@ def start_ranks(stage: str, directory: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from engine.ranks import serve_store
+
+    store = serve_store()
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=world_size_of(stage, directory), run_id=directory.name,
-        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.2)
+        rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{store.port}", rdzv_configs={"rank": 0},
+        local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.2)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.nproc_per_node)))
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "engine", stage, str(directory))

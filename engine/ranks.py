@@ -1,6 +1,7 @@
 """The ranks of a job as torch.distributed knows them: joining, without any model-parallel library."""
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -33,8 +34,16 @@ def join_ranks(timeout_s: float = TIMEOUT_S) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def serve_store() -> dist.TCPStore:
+    """Where the ranks of this machine meet, served by this process while the object lives. Torch's own store has no
+    password and listens on all interfaces; another one that this process makes at the same port shares this one."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    return dist.TCPStore(
+        "127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=listener.detach())
 
 
 def patient_group() -> dist.ProcessGroup:

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from engine.ranks import serve_store
+
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
 
@@ -77,7 +79,7 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         # Served from here, as torchrun does, so that nobody takes the port before rank 0 is up.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

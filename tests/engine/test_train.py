@@ -200,6 +200,21 @@ def ranks_of(job: Path) -> dict[int, int]:
     return found
 
 
+@pytest.mark.parametrize(("layout", "generation"), [({}, 1), ({"pp": 2}, 2)])
+def test_a_job_listens_on_this_machine_only(world, layout, generation):
+    rollout = {"max_response_tokens": 8, "kv_cache_bytes": 16 << 20, "layout": {"tp": generation}}
+    job = write_job(world, f"listens-{generation}", layout=layout, rollout=rollout, iterations=1)
+    process = start(job)
+    addresses = set()
+    while process.poll() is None:
+        with contextlib.suppress(psutil.Error):  # one has just ended
+            for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+                addresses |= {socket.laddr.ip for socket in each.net_connections("inet") if socket.status == "LISTEN"}
+        time.sleep(0.05)
+    assert process.returncode == 0, (job / "log.txt").read_text()[-3000:]
+    assert addresses == {"127.0.0.1"}
+
+
 CANARIES = {"AWS_SESSION_TOKEN": "CANARYTOKEN", "OPENAI_API_KEY": "CANARYKEY", "MLFLOW_TRACKING_PASSWORD": "CANARYWORD",
             "RATCHET_JUDGE_KEY": "CANARYJUDGE", "HF_TOKEN": "CANARYHF"}
 
