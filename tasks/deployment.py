@@ -120,6 +120,11 @@ def engine_python() -> str:
     return path
 
 
+def engine_environment() -> set[str]:
+    """RATCHET_ENGINE_ENV: names of variables, with commas between, that engines get besides those they always get."""
+    return {name.strip() for name in os.environ.get("RATCHET_ENGINE_ENV", "").split(",")}
+
+
 def _count(name: str, default: int) -> int:
     text = os.environ.get(name) or str(default)
     if not text.isdigit():

@@ -23,8 +23,16 @@ WITHOUT_SLOT = ("prepare", "report")
 FOREIGN_HEARTBEAT_S = 60.0
 """A job of another host counts as alive when its heartbeat is younger than this: its pids mean nothing here."""
 
-# What Airflow knows and an engine must not; and jobs outlive the stack that started them.
-PRIVATE_PREFIXES = ("AIRFLOW_", "_AIRFLOW", "__AIRFLOW", "RATCHET_STACK")
+PASSED_ON = frozenset((
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "CC", "CXX", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "CURL_CA_BUNDLE",
+    "REQUESTS_CA_BUNDLE", "TOKENIZERS_PARALLELISM", "MLFLOW_DISABLE_TELEMETRY", "RATCHET_JUDGE_KEY"))
+PASSED_PREFIXES = (
+    "LC_", "XDG_", "PYTHON", "SSL_CERT_", "AWS_", "MLFLOW_TRACKING_", "MLFLOW_S3_", "MLFLOW_HTTP_REQUEST_", "HF_",
+    "TRANSFORMERS_", "VLLM_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_",
+    "OMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_")
+"""Variables that an engine and its libraries read. All others, such as passwords of databases, stay with the worker;
+RATCHET_STACK among them, since jobs outlive the stack that started them."""
 
 
 def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_s: int) -> None:
@@ -36,7 +44,8 @@ def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_
               "gpus": gpus, "lease_limit_s": LEASE_LIMIT_S,
               "limits": {"heartbeat_limit_s": HEARTBEAT_LIMIT_S, "first_limit_s": FIRST_BEAT_LIMIT_S,
                          "stall_limit_s": stall_limit_s, "followed_limit_s": FOLLOWED_LIMIT_S}}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE_PREFIXES)}
+    names = PASSED_ON | deployment.engine_environment()
+    environment = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED_PREFIXES)}
     environment |= {JOB_VARIABLE: str(directory), ATTEMPT_VARIABLE: str(attempt), "PYTHONPATH": str(root),
                     "PYTHONUNBUFFERED": "1"}
     wrapper = subprocess.Popen(

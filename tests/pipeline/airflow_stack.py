@@ -46,6 +46,7 @@ class Airflow:
             {"airflow": free_port(28080 + offset), "mlflow": free_port(25000 + offset)}))
         self.stack = Stack(home, databases=databases, environment={
             "RATCHET_ENGINE_PYTHON": str(engine), "RATCHET_FAKE_PLAN": str(self.plan_file),
+            "RATCHET_ENGINE_ENV": "RATCHET_FAKE_PLAN",
             "RATCHET_PRESETS": str(home / "presets"), "RATCHET_MAX_STAGES": str(MAX_STAGES),
             "RATCHET_PROMPTS": str(home / "inbox"), "RATCHET_LANDING_CRON": NEW_YEAR,
             "RATCHET_RETRAIN_PRESET": "retrained", "RATCHET_RETRAIN_CRON": NEW_YEAR} | (environment or {}))

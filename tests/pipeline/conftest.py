@@ -64,6 +64,7 @@ def deployment(tmp_path, monkeypatch):
     monkeypatch.setenv("RATCHET_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("RATCHET_ENGINE_PYTHON", str(write_engine(tmp_path / "python")))
     monkeypatch.setenv("RATCHET_FAKE_PLAN", str(made.plan_file))
+    monkeypatch.setenv("RATCHET_ENGINE_ENV", "RATCHET_FAKE_PLAN")
     monkeypatch.delenv("RATCHET_GPUS", raising=False)
     yield made
     for record in (tmp_path / "jobs").glob("**/job.json"):

@@ -319,15 +319,35 @@ def test_leased_gpus_are_those_that_the_worker_may_see():
     assert visible_devices([1], "GPU-8f2a,MIG-77") == "MIG-77"
 
 
-def test_the_engine_gets_no_secret_of_airflow(deployment, monkeypatch):
-    monkeypatch.setenv("AIRFLOW__DATABASE__SQL_ALCHEMY_CONN", "canary-1")
-    monkeypatch.setenv("AIRFLOW_CONN_AWS", "canary-2")
+def environment_of_a_job(deployment):
+    """What the wrapper and the engine of a job have in their environments."""
     directory = deployment.home / "jobs" / "d" / "r" / "t"
     deployment.plan({"t": [{"seconds": 600}]})
     jobs.submit(directory, prepare_to(deployment.home / "prompts"), local)
     started(directory)
-    for pid in processes_of(directory):
-        assert b"canary" not in Path(f"/proc/{pid}/environ").read_bytes()
+    return b"\0".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_of(directory)).decode()
+
+
+def test_the_engine_gets_no_secret_but_those_it_needs(deployment, monkeypatch):
+    for name in ("AIRFLOW__DATABASE__SQL_ALCHEMY_CONN", "AIRFLOW_CONN_AWS", "DATABASE_URL", "MLFLOW_BACKEND_STORE_URI",
+                 "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY", "RATCHET_MLFLOW_URL", "RATCHET_STACK", "SLACK_WEBHOOK_URL",
+                 "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_CLIENT_SECRET", "OPENAI_API_KEY", "MY_AWS_KEY"):
+        monkeypatch.setenv(name, "canary")
+    needed = ("AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "MLFLOW_TRACKING_PASSWORD", "RATCHET_JUDGE_KEY",
+              "https_proxy", "CUDA_HOME", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL")
+    for name in needed:
+        monkeypatch.setenv(name, "wanted")
+    given = environment_of_a_job(deployment)
+    assert "canary" not in given
+    assert all(f"{name}=wanted" in given for name in needed)
+
+
+def test_a_deployment_names_further_variables_for_the_engine(deployment, monkeypatch):
+    monkeypatch.setenv("RATCHET_ENGINE_ENV", "RATCHET_FAKE_PLAN, MY_KEY,")
+    monkeypatch.setenv("MY_KEY", "wanted")
+    monkeypatch.setenv("MY_KEY_2", "canary")
+    given = environment_of_a_job(deployment)
+    assert "MY_KEY=wanted" in given and "canary" not in given
 
 
 def test_running_jobs_are_found_by_looking_at_the_directories(deployment):
