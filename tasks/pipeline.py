@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from engine.errors import SpecError
 from engine.spec import EvaluateSpec, FinetuneSpec, GatePolicy, PrepareSpec, ReportSpec, RewardModelReward, TrainSpec
 from engine.spec.base import URI, Count, Spec
-from engine.spec.job import parse_spec
+from engine.spec.job import parse_spec, shown
 
 AnySpec = TypeVar("AnySpec", PrepareSpec, FinetuneSpec, TrainSpec, EvaluateSpec, ReportSpec)
 
@@ -161,9 +161,7 @@ def _describe(item: Any) -> str:
     if isinstance(item.get("ctx", {}).get("error"), ValueError):
         # Our own sentence names the field inside the section, and its value.
         return f"{where}{'.' if where else ''}{item['ctx']['error']}"
-    value = item.get("input")
-    shown = "" if isinstance(value, dict) else f" (got {str(value)[:80]!r})"
-    return f"{where or 'preset'}: {item['msg']}{shown}"
+    return f"{where or 'preset'}: {item['msg']}{shown(item.get('input'))}"
 
 
 def read_yaml(text: str, where: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,9 +72,12 @@ def parse_spec(data: dict[str, Any]) -> RunSpec:
 def _describe(item: Any) -> str:
     # The first part of a location is the union member; the user wrote no such key.
     where = ".".join(str(part) for part in item["loc"][1:]) or "spec"
-    value = item.get("input")
-    shown = "" if isinstance(value, dict) else f" (got {str(value)[:80]!r})"
-    return f"{where}: {item['msg']}{shown}"
+    return f"{where}: {item['msg']}{shown(item.get('input'))}"
+
+
+def shown(value: Any) -> str:
+    """A wrong value as errors show it: shortened, no sections, no user and password of an address."""
+    return "" if isinstance(value, dict) else f" (got {re.sub('//[^/@ ]*@', '//...@', str(value))[:80]!r})"
 
 
 def dump_spec(spec: Spec) -> str:

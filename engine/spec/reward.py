@@ -2,6 +2,7 @@
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
@@ -14,6 +15,13 @@ def _compiles(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"not a regular expression: {error}") from None
     return pattern
+
+
+def _without_credentials(url: str) -> str:
+    if "@" in urlsplit(url).netloc:
+        raise ValueError("must hold no user and password, which specs, logs and MLflow would show; the judge's key "
+                         "goes into the environment variable RATCHET_JUDGE_KEY")
+    return url
 
 
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
@@ -121,7 +129,7 @@ class JudgeReward(PooledReward):
     """
 
     kind: Literal["judge"] = "judge"
-    url: str = Field(pattern=r"^https?://")
+    url: Annotated[str, Field(pattern=r"^https?://"), AfterValidator(_without_credentials)]
     """Base address, for example `http://host:8000/v1`."""
     model: str
     prompt: str = ("Grade the answer from 0 (useless) to 10 (perfect). Reply with the number alone.\n\n"

@@ -1,7 +1,11 @@
 """Values of a spec are data, and what is secret in the environment stays there."""
 
-from tasks import jobs
+import pytest
+
+from engine.errors import SpecError
+from tasks import jobs, stages
 from tasks.launchers import local
+from tests.pipeline.examples import preset
 from tests.pipeline.tasks.test_jobs import ended, prepare_to
 
 CANARIES = {"AWS_SECRET_ACCESS_KEY": "CANARY1", "AWS_SESSION_TOKEN": "CANARY2", "MLFLOW_TRACKING_PASSWORD": "CANARY3",
@@ -28,3 +32,14 @@ def test_no_file_of_a_job_holds_a_secret_of_the_environment(deployment, monkeypa
     files = [path for path in directory.rglob("*") if path.is_file()]
     assert {"spec.json", "job.json", "exit.json", "log.txt"} <= {path.name for path in files}
     assert not [path for path in files if b"CANARY" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("https://user:CANARY@judge:8000/v1", "RATCHET_JUDGE_KEY"), ("https://CANARY@judge/v1", "RATCHET_JUDGE_KEY"),
+    ("wss://user:CANARY@judge", "should match pattern"),
+])
+def test_a_judge_with_a_password_in_its_address_is_refused_without_showing_it(url, said):
+    rewards = [{"kind": "judge", "model": "m", "url": url}]
+    with pytest.raises(SpecError, match=said) as refused:
+        stages.resolve(preset(), stages.Form(), {"train": {"rewards": rewards}})
+    assert "rewards.0.judge.url" in str(refused.value) and "CANARY" not in str(refused.value)
