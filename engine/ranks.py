@@ -29,8 +29,9 @@ def join_ranks(timeout_s: float = TIMEOUT_S) -> None:
         torch.cuda.set_device(local_device())
     world_size = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == world_size:
-        # All peers are on this machine: gloo must neither resolve the host's name nor listen outside.
+        # All peers are on this machine: gloo and NCCL must neither resolve the host's name nor listen outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
