@@ -264,7 +264,7 @@ class Stack:
         """The processes of one component, or of all; engine jobs, which tasks have started, are none of them."""
         recorded = (jobs.read_json(self.home / STATE_FILE) or {}).get("components", {})
         sessions = frozenset(
-            pid for name, record in recorded.items() if only in (None, name) for pid in session_of(record))
+            pid for name, record in recorded.items() if only in (None, name) for pid in session_of(record, self.home))
         return Mark(self.home, None if only else STACK_VARIABLE, sessions, spared=JOB_VARIABLE)
 
     def _wait_for(self, component: Component, url: str) -> None:

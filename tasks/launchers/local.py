@@ -64,7 +64,7 @@ def start(directory: Path, stage: str, *, attempt: int, ranks: int, stall_limit_
 def alive(directory: Path, record: dict[str, Any]) -> bool:
     """Whether the wrapper of this record still runs."""
     if record["host"] == socket.gethostname():
-        return is_running(record["pid"], record["start_ticks"])
+        return is_running(record)
     try:
         return time.time() - (directory / HEARTBEAT_FILE).stat().st_mtime < FOREIGN_HEARTBEAT_S
     except OSError:
@@ -85,7 +85,7 @@ def mark_of(directory: Path) -> Mark:
     except (OSError, ValueError):
         return Mark(directory)
     here = record["host"] == socket.gethostname()
-    return Mark(directory, sessions=frozenset(session_of(record) if here else ()))
+    return Mark(directory, sessions=frozenset(session_of(record, directory) if here else ()))
 
 
 def slots_for(stage: str, ranks: int) -> tuple[list[str], int, bool]:

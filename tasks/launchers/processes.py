@@ -5,6 +5,7 @@ carry its directory in their environment, those in the session of its first proc
 environment to set its title), and the descendants of both.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -39,10 +40,11 @@ def read_process(pid: int) -> Process | None:
     return Process(pid=pid, state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_ticks=int(fields[19]))
 
 
-def is_running(pid: int, start_ticks: int) -> bool:
-    """Whether this very process still runs: not another one with its number, not a zombie."""
-    process = read_process(pid)
-    return process is not None and process.start_ticks == start_ticks and process.state not in "ZX"
+def is_running(record: Mapping[str, Any]) -> bool:
+    """Whether the process of an `identity` still runs: not another one with its number, not a zombie."""
+    process = read_process(record["pid"])
+    return (process is not None and process.start_ticks == record["start_ticks"] and process.state not in "ZX"
+            and record["boot"] == boot_id())
 
 
 def boot_id() -> str:
@@ -51,17 +53,27 @@ def boot_id() -> str:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """What `session_of` needs to know a process again: `pid`, `start_ticks`, `boot`."""
+    """What it needs to know a process again: `pid`, `start_ticks`, `boot`."""
     process = read_process(pid)
     assert process is not None, f"process {pid} is gone"
     return {"pid": pid, "start_ticks": process.start_ticks, "boot": boot_id()}
 
 
-def session_of(record: Mapping[str, Any]) -> set[int]:
-    """The session that the process of an `identity` led, as long as its number cannot have been given to another."""
-    process = read_process(record["pid"])
-    reused = process is not None and process.start_ticks != record["start_ticks"]
-    return set() if reused or record["boot"] != boot_id() else {record["pid"]}
+def session_of(record: Mapping[str, Any], directory: Path) -> set[int]:
+    """The session that the process of an `identity` led; none when its number is another's now.
+
+    While the session lasts nobody else gets its number. When it is over, a daemon may get it and leave a session of
+    that number behind: a dead leader's session counts if one of its processes works in the directory. The environment
+    is not asked, which a program may have overwritten with its title.
+    """
+    leader = read_process(record["pid"])
+    if record["boot"] != boot_id() or (leader is not None and leader.start_ticks != record["start_ticks"]):
+        return set()
+    if leader is None and not any(
+            process is not None and process.session == record["pid"] and _works_in(directory, process.pid)
+            for process in map(read_process, _pids())):
+        return set()
+    return {record["pid"]}
 
 
 @dataclass(frozen=True)
@@ -124,12 +136,10 @@ class Mark:
 
 
 def send(pids: set[int], signum: int) -> None:
-    """Send a signal to each pid that still exists."""
+    """Send a signal to each pid that still exists and is ours to end."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
-        except ProcessLookupError:
-            continue
 
 
 def _pids() -> list[int]:
@@ -141,3 +151,10 @@ def _environment(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+def _works_in(directory: Path, pid: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(directory)
+    except OSError:
+        return False

@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from engine.errors import SpecError
 from engine.spec import GeneratedSource, PrepareSpec, PromptSetSpec, hash_spec, parse_spec
 from tasks import jobs
 from tasks.launchers import local
+from tasks.launchers.processes import identity, read_process, send
 from tasks.launchers.wrapper import visible_devices
 from tests.engine.s3_server import s3_server
 from tests.pipeline.examples import train_section
@@ -275,6 +279,38 @@ def test_a_process_that_only_has_the_same_number_is_not_the_job(deployment):
     record = json.loads((directory / "job.json").read_text())
     assert local.alive(directory, record)
     assert not local.alive(directory, {**record, "start_ticks": record["start_ticks"] + 1})
+    assert not local.alive(directory, {**record, "boot": "another"})
+
+
+LEADER = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], cwd=sys.argv[1], stdout=sys.stderr).pid)"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_dead_wrappers_session_is_ended_if_it_is_the_jobs_and_not_another_of_its_number(ours, tmp_path):
+    leader = subprocess.Popen([sys.executable, "-c", LEADER, str(tmp_path if ours else "/")], stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, start_new_session=True)
+    record = identity(leader.pid) | {"host": socket.gethostname()}
+    (tmp_path / "job.json").write_text(json.dumps(record))
+    left = int(leader.communicate()[0])
+    local.kill(tmp_path)
+    alive = read_process(left)
+    assert (alive is None or alive.state in "ZX") == ours
+    if not ours:
+        os.kill(left, signal.SIGKILL)
+
+
+def test_a_process_that_may_not_be_ended_keeps_no_other_from_it(monkeypatch):
+    sleeper = subprocess.Popen(["sleep", "600"])
+    kill = os.kill
+
+    def kill_own(pid, signum):
+        if pid != sleeper.pid:
+            raise PermissionError
+        kill(pid, signum)
+
+    monkeypatch.setattr(os, "kill", kill_own)
+    send({1, sleeper.pid, 2}, signal.SIGKILL)
+    assert sleeper.wait(timeout=20) == -signal.SIGKILL
 
 
 def test_two_jobs_never_share_a_slot_and_prepare_needs_none(deployment):
