@@ -179,13 +179,15 @@ class Sender:
         return False
 
     def _deliver(self, record: dict[str, Any]) -> None:
-        from mlflow.entities import Dataset, InputTag, Param
+        from mlflow.entities import Dataset, InputTag, Param, RunTag
         from mlflow.entities import DatasetInput as MlflowInput
 
         if "params" in record:
             params = [Param(clean_metric_name(key), value) for key, value in record["params"].items()]
             for start in range(0, len(params), PARAMS_PER_REQUEST):
                 self._call("log_batch", params=params[start : start + PARAMS_PER_REQUEST])
+        if "tags" in record:
+            self._call("log_batch", tags=[RunTag(key, value) for key, value in record["tags"].items()])
         if "input" in record:
             given = DatasetInput(**record["input"])
             kind = given.source.split("://")[0] if "://" in given.source else "local"

@@ -47,6 +47,10 @@ class Tracker:
         """Parameters of the run, to filter and compare runs by; MLflow refuses another value for one that is set."""
         self._append(self._outbox, {"params": {key: str(value) for key, value in params.items()}})
 
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Tags of the run."""
+        self._append(self._outbox, {"tags": dict(tags)})
+
     def log_input(self, dataset: DatasetInput) -> None:
         """A prompt set the stage reads."""
         self._append(self._outbox, {"input": asdict(dataset)})

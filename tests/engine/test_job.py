@@ -73,7 +73,7 @@ def test_an_attempt_that_was_replaced_ends_by_itself(tmp_path, newest, code):
 
 def test_neither_heartbeat_nor_metrics_wait_for_a_commit_that_takes_long(tmp_path, monkeypatch):
     """A store that does not answer keeps the commit of a checkpoint waiting for minutes."""
-    monkeypatch.setattr(engine.job, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(engine.job, "HEARTBEAT_S", 0.02)
     monkeypatch.setenv(ATTEMPT_VARIABLE, "1")
     (tmp_path / ATTEMPT_FILE).write_text("1\n")
     job, tracker = Job(tmp_path), Tracker(tmp_path, TrackingSpec())
@@ -90,7 +90,7 @@ def test_neither_heartbeat_nor_metrics_wait_for_a_commit_that_takes_long(tmp_pat
 
 
 def test_a_transfer_of_the_store_is_a_move_of_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine.job, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(engine.job, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(progress, "_watchers", [])
     job = Job(tmp_path)
     job.start_heartbeat()

@@ -112,6 +112,7 @@ def test_everything_reaches_the_run(tmp_path, client, run_id):
     report.write_text("<p>report</p>")
     with Tracker(tmp_path, TrackingSpec(run_id=run_id)) as tracker:
         tracker.log_params({"lr": 1e-5, "odd (name)": "x" * 10_000})
+        tracker.set_tags({"weights.base": "abc"})
         tracker.log_input(DatasetInput("sums", "f" * 64, "s3://bucket/prompts"))
         for step in range(4):
             tracker.log(step, {"reward/mean": step, "timing(s)": 1.0, "loss": math.nan, "worst": math.inf})
@@ -119,7 +120,7 @@ def test_everything_reaches_the_run(tmp_path, client, run_id):
     run = client.get_run(run_id)
     assert _steps(client, run_id) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
     assert len(_steps(client, run_id, clean_metric_name("timing(s)"))) == 4
-    assert run.data.params["lr"] == "1e-05"
+    assert run.data.params["lr"] == "1e-05" and run.data.tags["weights.base"] == "abc"
     assert run.inputs.dataset_inputs[0].dataset.name == "sums"
     assert json.loads(run.inputs.dataset_inputs[0].dataset.source) == {"uri": "s3://bucket/prompts"}
     assert [f.path for f in client.list_artifacts(run_id, "report")] == ["report/report.html"]
