@@ -1,11 +1,11 @@
 """DAG `review_candidate`: compare the candidate with the champion >> gate >> approve >> promote, reject or again."""
 
 from airflow.providers.standard.operators.python import PythonOperator
-from airflow.sdk import DAG, Param
+from airflow.sdk import DAG, Param, PartitionedAssetTimetable
 
 from tasks import deployment, notes, review
 from tasks.approval import PolicyApprovalOperator
-from tasks.assets import CANDIDATE, CHAMPION, LEFT_CANDIDATES
+from tasks.assets import CANDIDATE, CHAMPION
 from tasks.operators import RETRIES, EngineOperator, GoOnOperator
 
 DOC = """
@@ -30,11 +30,11 @@ PARAMS = {
 }
 
 with DAG(
-    "review_candidate", params=PARAMS, schedule=[CANDIDATE], catchup=False, max_active_runs=32, doc_md=DOC,
-    tags=["ratchet", "review"],
+    "review_candidate", params=PARAMS, schedule=PartitionedAssetTimetable(assets=CANDIDATE), catchup=False,
+    max_active_runs=32, doc_md=DOC, tags=["ratchet", "review"],
     default_args=RETRIES | {"on_failure_callback": notes.failed},
 ) as dag:
-    load = PythonOperator(task_id="load", python_callable=review.load, outlets=[LEFT_CANDIDATES])
+    load = PythonOperator(task_id="load", python_callable=review.load)
     evaluate = EngineOperator(
         task_id="evaluate", spec=review.compare_job, pool="gpus", pool_slots=deployment.pool_slots())
     gate = GoOnOperator(task_id="gate", decide=review.judge)

@@ -13,7 +13,7 @@ from engine.spec import EvaluateSpec, Evaluation, RunResult
 from engine.store import hash_model_dir, join, read_text, write_bytes
 from tasks import links, notes, registry, reports, runs, stages, tracking
 from tasks.approval import Question, Subject
-from tasks.assets import CANDIDATE, CHAMPION, LEFT_CANDIDATES
+from tasks.assets import CHAMPION, announce_candidate
 from tasks.evidence import pairs_of, review_page, summary
 from tasks.gates import GateEvidence, gate
 from tasks.jobs import safe_name
@@ -148,8 +148,7 @@ def review_again(**context: Any) -> dict[str, str]:
     if not changed:
         skip("the champion is the one that the candidate was compared with")
     found = _loaded(context)
-    announcement = {"model": found["model"], "version": found["candidate"], "run_uri": found["run_uri"]}
-    context["outlet_events"][CANDIDATE].extra = announcement
+    announcement = announce_candidate(context, found["model"], found["candidate"], found["run_uri"])
     notes.say(context, f"**{found['model']}/{found['candidate']}** is reviewed again: {changed}")
     return {**announcement, "reason": changed}
 
@@ -193,15 +192,9 @@ def _decision(context: Context, verb: str) -> registry.Decision:
 
 
 def _asked_for(context: Any) -> tuple[str, str]:
-    events = sorted((event for listed in context["triggering_asset_events"].values() for event in listed),
-                    key=lambda event: event.timestamp, reverse=True)
-    announced = {(event.extra["model"], event.extra["version"]): event.extra for event in events}
-    if announced:
-        # Airflow starts one run for all events that came since the last. The newest is reviewed in this one; the
-        # others are announced again, and so start the next.
-        for extra in list(announced.values())[:0:-1]:
-            context["outlet_events"][LEFT_CANDIDATES].add(CANDIDATE, extra=extra)
-        return next(iter(announced))
+    for event in (event for listed in context["triggering_asset_events"].values() for event in listed):
+        # All of them are about one version, their partition.
+        return event.extra["model"], event.extra["version"]
     params = context["params"]
     if not params.get("model"):
         raise SpecError("model: give the name of the registered model to review")

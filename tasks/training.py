@@ -12,7 +12,7 @@ from engine.layout import check_generation_layout, check_layout, read_model_shap
 from engine.spec import FinetuneSpec, ReportSpec, RunResult, RunSpec, TrackingSpec, hash_spec
 from engine.store import is_s3
 from tasks import deployment, jobs, lineage, links, notes, pipeline, registry, runs, stages, tracking
-from tasks.assets import CANDIDATE
+from tasks.assets import announce_candidate
 from tasks.operators import airflow_errors, skip
 
 
@@ -164,8 +164,7 @@ def register(**context: Any) -> dict[str, Any]:
         tracking.finish_run(file.tracking, status="FINISHED", metrics=evaluation.metrics)
         for part in (*file.pipeline.finetuned, *(stages.stage_name(stage) for stage in range(1, last + 1))):
             tracking.finish_run(stage_run(file, part), status="FINISHED")
-        announcement = {"model": name, "version": version.version, "run_uri": root}
-        context["outlet_events"][CANDIDATE].extra = announcement
+        announcement = announce_candidate(context, name, version.version, root)
         notes.say(context, result_note(file, version.label, last, stages.evaluations_of(run.results)))
         return {**announcement, "stage": last}
 

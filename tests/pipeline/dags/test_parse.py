@@ -89,22 +89,24 @@ def test_training_never_runs_twice_at_once_nor_catches_up(dags):
 
 
 def test_a_candidate_starts_its_review(dags):
+    from airflow.sdk import PartitionedAssetTimetable
+
     from tasks.assets import CANDIDATE, CHAMPION
 
     review = dags["review_candidate"]
     assert list(dags["train_ppo"].get_task("register").outlets) == [CANDIDATE]
     assert list(review.get_task("promote").outlets) == [CHAMPION]
-    assert CANDIDATE in list(review.schedule) and review.catchup is False
+    assert isinstance(review.schedule, PartitionedAssetTimetable) and review.schedule.asset_condition == CANDIDATE
+    assert review.catchup is False
 
 
 def test_a_review_that_does_not_promote_rejects_or_starts_over_and_promotions_run_one_at_a_time(dags):
-    from tasks.assets import CANDIDATE, LEFT_CANDIDATES
+    from tasks.assets import CANDIDATE
 
     review = dags["review_candidate"]
     for task in ("reject", "review_again"):
         assert upstream(review, task) == {"promote"} and review.get_task(task).trigger_rule == "all_skipped"
     assert list(review.get_task("review_again").outlets) == [CANDIDATE]
-    assert list(review.get_task("load").outlets) == [LEFT_CANDIDATES]
     assert review.get_task("promote").max_active_tis_per_dag == 1
     assert list(review.get_task("reject").outlets) == []
 

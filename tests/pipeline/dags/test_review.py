@@ -82,7 +82,8 @@ class Reviews:
         asset_id = next(asset["id"] for asset in assets if asset["name"] == "candidate")
         for version in versions:
             extra = {"model": version.model, "version": version.version, "run_uri": version.tags["ratchet.run"]}
-            self.airflow.wait(lambda extra=extra: self.posted("/assets/events", {"asset_id": asset_id, "extra": extra}))
+            body = {"asset_id": asset_id, "extra": extra, "partition_key": f"{version.model}/{version.version}"}
+            self.airflow.wait(lambda body=body: self.posted("/assets/events", body))
 
     def posted(self, path, body):
         """Whether Airflow took it: on SQLite it answers 500 when somebody else writes at that moment."""
@@ -114,7 +115,10 @@ def now(version):
 def reviews(airflow):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", airflow.stack.mlflow_url)
-        airflow.plan({"scores": {"worse": 0.03, "-better": 0.9, "-1/": 0.5, "-2/": 0.9, "-3/": 0.8}})
+        scores = {"-better-1": 0.9, "worse-1": 0.03}
+        for model in ("two", "behind"):
+            scores |= {f"{model}-1": 0.5, f"{model}-2": 0.9, f"{model}-3": 0.8}
+        airflow.plan({"scores": {f"{name}/export": score for name, score in scores.items()}})
         with tracking.mlflow_client() as client:
             yield Reviews(airflow, client)
 

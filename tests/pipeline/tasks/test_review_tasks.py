@@ -4,25 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from airflow.sdk.execution_time.context import OutletEventAccessors
 from mlflow import MlflowClient
 
 from tasks import registry, review, tracking
-from tasks.assets import CANDIDATE, LEFT_CANDIDATES
+from tasks.assets import CANDIDATE, announce_candidate
 
 
-def event(second, model, version):
-    return SimpleNamespace(timestamp=second, extra={"model": model, "version": version, "run_uri": f"/{second}"})
+def test_an_announced_candidate_is_reviewed_whatever_the_form_says():
+    event = SimpleNamespace(extra={"model": "a", "version": "2", "run_uri": "/r"})
+    context = {"triggering_asset_events": {CANDIDATE: [event, event]}, "params": {"model": "b", "version": "1"}}
+    assert review._asked_for(context) == ("a", "2")
 
 
-def test_of_candidates_that_arrive_together_the_newest_is_reviewed_and_the_others_are_announced_again():
-    announced = []
-    context = {
-        "triggering_asset_events": {CANDIDATE: [
-            event(1, "a", "1"), event(4, "b", "7"), event(2, "a", "2"), event(3, "a", "2")]},
-        "outlet_events": {LEFT_CANDIDATES: SimpleNamespace(
-            add=lambda asset, extra: announced.append((asset, extra["model"], extra["version"])))}}
-    assert review._asked_for(context) == ("b", "7")
-    assert announced == [(CANDIDATE, "a", "1"), (CANDIDATE, "a", "2")]
+@pytest.mark.parametrize("model", ["tiny", "m" * 256])
+def test_a_candidate_is_announced_as_a_partition_of_its_own(model):
+    events = OutletEventAccessors()
+    announced = [announce_candidate({"outlet_events": events}, model, version, "/r") for version in ("1", "2")]
+    assert announced[1] == events[CANDIDATE].extra == {"model": model, "version": "2", "run_uri": "/r"}
+    assert events[CANDIDATE].partition_keys == {f"{model}/1"[-250:], f"{model}/2"[-250:]}
 
 
 class Task:
@@ -91,14 +91,15 @@ def test_a_champion_without_a_directory_cannot_be_compared_with_and_says_what_to
     {"gate_again": "the champion is 2 now"}, {"promote_again": "the champion is 2 now"},
     {"approve_answer": {"by": "registry", "reason": "the champion is 2 now", "again": True}}])
 def test_evidence_that_is_out_of_date_is_announced_again_and_not_rejected(left):
-    ti, outlet = Task(load_return_value=FOUND, **left), SimpleNamespace(extra=None)
+    ti, events = Task(load_return_value=FOUND, **left), OutletEventAccessors()
     with pytest.raises(AirflowSkipException, match="reviewed again: the champion is 2 now"):
         review.reject(ti=ti)
-    assert review.review_again(ti=ti, outlet_events={CANDIDATE: outlet})["reason"] == "the champion is 2 now"
-    assert outlet.extra == {"model": "marked", "version": "1", "run_uri": "/runs/1"}
+    assert review.review_again(ti=ti, outlet_events=events)["reason"] == "the champion is 2 now"
+    assert events[CANDIDATE].extra == {"model": "marked", "version": "1", "run_uri": "/runs/1"}
+    assert events[CANDIDATE].partition_keys == {"marked/1"}
 
 
 def test_a_rejection_is_not_announced_again():
     ti = Task(load_return_value=FOUND, approve_answer={"by": "ada", "reason": "no", "again": False})
     with pytest.raises(AirflowSkipException):
-        review.review_again(ti=ti, outlet_events={CANDIDATE: SimpleNamespace(extra=None)})
+        review.review_again(ti=ti, outlet_events=OutletEventAccessors())
