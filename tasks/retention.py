@@ -98,6 +98,8 @@ def plan(facts: Facts, policy: Policy) -> list[Action]:
     guard = Guard(facts.references)
     last_written: dict[str, float] = {}
     for item in facts.items:
+        if item.leftover:
+            continue  # It was given up; that it is not quite gone makes its run no younger.
         last_written[item.run] = max(item.modified, last_written.get(item.run, item.modified))
     newest = newest_runs(last_written, policy.keep_runs)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tasks.retention import DAY_S, KINDS, Facts, Item, Policy, Reference, newest_runs, plan
@@ -77,6 +77,8 @@ def test_only_kinds_that_were_asked_for_go_beside_leftovers_and_nothing_young(fa
 def test_the_newest_runs_of_each_dag_keep_everything(facts, policy):
     last = {}
     for item in facts.items:
+        if item.leftover:
+            continue
         last[item.run] = max(last.get(item.run, 0), item.modified)
     for item in deleted(facts, policy):
         if item.run and not item.leftover:
@@ -86,6 +88,10 @@ def test_the_newest_runs_of_each_dag_keep_everything(facts, policy):
 
 
 @given(FACTS, POLICIES)
+@example(
+    Facts((Item("jobs", "/jobs/d/r0", "d/r0", 0, NOW), Item("jobs", "/jobs/d/r1", "d/r1", 0, NOW, leftover=True),
+           Item("checkpoints", "/s/runs/d/r1/stage_1/checkpoints", "d/r1", 0, NOW - DAY_S)), (), NOW),
+    Policy(0, 1.0, frozenset({"checkpoints"})))
 def test_planning_again_after_the_deletions_deletes_nothing(facts, policy):
     gone = deleted(facts, policy)
     assert deleted(replace(facts, items=tuple(item for item in facts.items if item not in gone)), policy) == set()
