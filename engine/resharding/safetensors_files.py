@@ -1,6 +1,7 @@
 """Safetensors files of a Hugging Face directory as memory: headers checked, tensors mapped, nothing read beforehand."""
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,7 +118,13 @@ def _view(mapped: Tensor, entry: Entry) -> Tensor:
 
 
 def create_file(file: Path, tensors: Mapping[str, Size]) -> dict[str, Tensor]:
-    """Create a safetensors file of zeros and return its tensors mapped: writing to one writes the file."""
+    """Create a safetensors file of zeros and return its tensors mapped: writing to one writes the file.
+
+    The disk's space is taken here: a page of a sparse file that finds the disk full would end the process (SIGBUS).
+
+    Raises:
+        OSError: the disk is full, or not to be written to.
+    """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -128,7 +135,8 @@ def create_file(file: Path, tensors: Mapping[str, Size]) -> dict[str, Tensor]:
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        stream.truncate(8 + len(text) + start)
+        stream.flush()
+        os.posix_fallocate(stream.fileno(), 0, 8 + len(text) + start)
     mapped, views = _map_file(file, writable=True), {}
     for name, (dtype, shape) in tensors.items():
         first = 8 + len(text) + header[name]["data_offsets"][0]

@@ -18,6 +18,7 @@ from engine.resharding.fsdp import FsdpSharding
 from engine.resharding.load import load_hf
 from engine.resharding.megatron import MegatronSharding
 from engine.resharding.placement import Placement
+from engine.resharding.safetensors_files import SINGLE, create_file
 from engine.resharding.vllm import VllmSharding
 from tests.engine.multiprocess import Ranks
 from tests.engine.resharding import oracles
@@ -285,6 +286,12 @@ def test_a_full_disk_is_a_fault_and_not_the_models(models, tmp_path, monkeypatch
     with pytest.raises(FaultError, match="model.safetensors: cannot be written .No space left") as failure:
         export_hf(models["llama", False], tmp_path / "out", sharding, empty_params(sharding.holdings(0)))
     assert failure.value.exit_code == EXIT_FAULT
+
+
+def test_the_disks_space_is_taken_before_the_mapped_file_is_written_to(tmp_path):
+    file = tmp_path / SINGLE
+    create_file(file, {"weight": (torch.float32, (1 << 20,))})
+    assert file.stat().st_blocks * 512 >= file.stat().st_size > 4 << 20
 
 
 def test_an_export_that_fails_leaves_what_was_there(models, tmp_path):
