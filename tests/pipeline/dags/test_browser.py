@@ -52,7 +52,9 @@ def choose(page, field, option):
     page.get_by_role("option", name=option, exact=True).click()
 
 
-def test_a_run_is_started_from_the_form(airflow, page):
+@pytest.fixture(scope="module")
+def started(airflow, page):
+    """A run that was started from the form."""
     airflow.plan({"scores": {f"{RUN}/stage_1": 0.99}})
     page.goto(f"{airflow.stack.airflow_url}/dags/train_ppo")
     page.get_by_role("button", name="Trigger Dag").click()
@@ -68,34 +70,49 @@ def test_a_run_is_started_from_the_form(airflow, page):
     form.locator("input[name=dagRunId]").fill(RUN)
     form.get_by_role("button", name="Trigger", exact=True).click()
     page.wait_for_url(re.compile(f"/dags/train_ppo/runs/{RUN}"))
+
+
+@pytest.fixture(scope="module")
+def candidate(airflow, started):
+    """The version that the run registered."""
+    assert airflow.finished(RUN)["register"] == "success"
+    return airflow.api.xcom("train_ppo", RUN, "register")["version"]
+
+
+@pytest.fixture(scope="module")
+def approved(airflow, page, candidate):
+    """The candidate's review, approved by a click; its tasks' states."""
+    review = airflow.review_of(RUN)
+    airflow.wait(lambda: airflow.api.tasks("review_candidate", review)["approve"]["state"] == "deferred")
+    page.wait_for_timeout(3000)  # as in test_training_run: an answer at once is asked for again
+    page.goto(f"{airflow.stack.airflow_url}/required_actions")
+    page.get_by_role("link", name=f"Promote tiny version {candidate} to champion?").click()
+    page.get_by_text("mean_reward rises").first.wait_for()
+    shoot(page, "airflow-approval")
+    page.get_by_role("button", name="Approve", exact=True).click()
+    return airflow.finished(review, "review_candidate")
+
+
+def test_a_run_is_started_from_the_form(airflow, started):
     conf = airflow.api.run("train_ppo", RUN)["conf"]
     assert (conf["preset"], conf["stages"], conf["approval"], conf["lr"]) == ("tiny", 1, "human", None)
 
 
-def test_the_grid_shows_the_run_to_its_end(airflow, page):
+def test_the_grid_shows_the_run_to_its_end(airflow, page, started):
     page.goto(f"{airflow.stack.airflow_url}/dags/train_ppo/runs/{RUN}")
     page.get_by_text("Success", exact=True).first.wait_for()
     shoot(page, "airflow-grid")
     assert airflow.finished(RUN)["register"] == "success"
 
 
-def test_the_approval_shows_the_evidence_and_approving_promotes(airflow, page, monkeypatch):
+def test_the_approval_shows_the_evidence_and_approving_promotes(airflow, candidate, approved, monkeypatch):
+    assert approved["promote"] == "success"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", airflow.stack.mlflow_url)
-    made = airflow.api.xcom("train_ppo", RUN, "register")
-    review = airflow.review_of(RUN)
-    airflow.wait(lambda: airflow.api.tasks("review_candidate", review)["approve"]["state"] == "deferred")
-    page.wait_for_timeout(3000)  # as in test_training_run: an answer at once is asked for again
-    page.goto(f"{airflow.stack.airflow_url}/required_actions")
-    page.get_by_role("link", name=f"Promote tiny version {made['version']} to champion?").click()
-    page.get_by_text("mean_reward rises").first.wait_for()
-    shoot(page, "airflow-approval")
-    page.get_by_role("button", name="Approve", exact=True).click()
-    assert airflow.finished(review, "review_candidate")["promote"] == "success"
     champion = registry.read("tiny", registry.CHAMPION)
-    assert champion.version == made["version"] and champion.tags["ratchet.decided_by"] == "admin"
+    assert champion.version == candidate and champion.tags["ratchet.decided_by"] == "admin"
 
 
-def test_the_tab_of_a_run_shows_the_verdict_and_its_links_open_beside_it(airflow, page):
+def test_the_tab_of_a_run_shows_the_verdict_and_its_links_open_beside_it(airflow, page, approved):
     page.goto(f"{airflow.stack.airflow_url}/dags/train_ppo/runs/{RUN}/plugin/ratchet")
     card = page.frame_locator("iframe[title=Ratchet]")
     card.get_by_text("gate passed").first.wait_for()
@@ -107,10 +124,9 @@ def test_the_tab_of_a_run_shows_the_verdict_and_its_links_open_beside_it(airflow
     opened.value.close()
 
 
-def test_the_champion_is_in_the_registry_with_its_evidence(airflow, page):
+def test_the_champion_is_in_the_registry_with_its_evidence(airflow, page, candidate, approved):
     page.goto(f"{airflow.stack.mlflow_url}/#/models/tiny")
-    version = airflow.api.xcom("train_ppo", RUN, "register")["version"]
-    page.get_by_role("link", name=f"Version {version}", exact=True).click()
+    page.get_by_role("link", name=f"Version {candidate}", exact=True).click()
     page.get_by_text("Gate passed").wait_for()
     page.get_by_text("champion", exact=True).first.wait_for()
     shoot(page, "mlflow-champion")
