@@ -116,6 +116,16 @@ class Airflow:
         self.wait(lambda: self.api.run(dag_id, run_id)["state"] in ("success", "failed"), seconds)
         return {task: ti["state"] for task, ti in self.api.tasks(dag_id, run_id).items()}
 
+    def asked(self, review: str, seconds: float = 180.0) -> None:
+        """Wait until a review asks a person, and an answer counts.
+
+        Airflow 3.3 loses an answer that comes before its scheduler has read that the task waits: it takes the task for
+        failed, and asks once more.
+        """
+        says = (f"TaskInstance Finished: dag_id=review_candidate, task_id=approve, run_id={review},", " state=deferred,")
+        log = self.home / "logs" / "scheduler.log"
+        self.wait(lambda: any(all(part in line for part in says) for line in log.read_text().splitlines()), seconds)
+
     def review_of(self, train_run: str) -> str:
         """Wait for the review that the candidate of a training run started; its run id."""
         made = self.api.xcom("train_ppo", train_run, "register")

@@ -83,8 +83,7 @@ def candidate(airflow, started):
 def approved(airflow, page, candidate):
     """The candidate's review, approved by a click; its tasks' states."""
     review = airflow.review_of(RUN)
-    airflow.wait(lambda: airflow.api.tasks("review_candidate", review)["approve"]["state"] == "deferred")
-    page.wait_for_timeout(3000)  # as in test_training_run: an answer at once is asked for again
+    airflow.asked(review)
     page.goto(f"{airflow.stack.airflow_url}/required_actions")
     page.get_by_role("link", name=f"Promote tiny version {candidate} to champion?").click()
     page.get_by_text("mean_reward rises").first.wait_for()

@@ -62,7 +62,7 @@ class Reviews:
 
     def waits(self, run):
         """Wait until a person is asked."""
-        self.airflow.wait(lambda: self.airflow.api.tasks(REVIEW, run)["approve"]["state"] == "deferred", SECONDS)
+        self.airflow.asked(run, SECONDS)
 
     def answer(self, run, option):
         """Answer in Airflow."""
