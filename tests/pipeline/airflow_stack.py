@@ -122,7 +122,7 @@ class Airflow:
         Airflow 3.3 loses an answer that comes before its scheduler has read that the task waits: it takes the task for
         failed, and asks once more.
         """
-        says = (f"TaskInstance Finished: dag_id=review_candidate, task_id=approve, run_id={review},", " state=deferred,")
+        says = ("TaskInstance Finished", f" task_id=approve, run_id={review},", " state=deferred,")
         log = self.home / "logs" / "scheduler.log"
         self.wait(lambda: any(all(part in line for part in says) for line in log.read_text().splitlines()), seconds)
 
