@@ -192,8 +192,9 @@ def _decision(context: Context, verb: str) -> registry.Decision:
 
 
 def _asked_for(context: Any) -> tuple[str, str]:
-    for event in (event for listed in context["triggering_asset_events"].values() for event in listed):
-        # All of them are about one version, their partition.
+    # All events of a run are about one version, their partition.
+    event = next((event for listed in context["triggering_asset_events"].values() for event in listed), None)
+    if event is not None:
         return event.extra["model"], event.extra["version"]
     params = context["params"]
     if not params.get("model"):

@@ -10,17 +10,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 logs=.ratchet/tests
 mkdir -p "$logs" && rm -f "$logs"/*.log
 races='tests/pipeline/chaos/|/test_fencing.py|/test_killed_saves.py'
+export PYTEST_ADDOPTS="--hypothesis-profile=ci ${PYTEST_ADDOPTS:-}"
 worst=0
 for suite in engine pipeline; do
   echo "== tests/$suite in .venv/$suite"
-  ".venv/$suite/bin/python" -m pytest "tests/$suite" --hypothesis-profile=ci --color="$([ -t 1 ] && echo yes || echo no)" "$@" 2>&1 \
+  ".venv/$suite/bin/python" -m pytest "tests/$suite" --color="$([ -t 1 ] && echo yes || echo no)" "$@" 2>&1 \
     | tee "$logs/$suite.log"
   code=${PIPESTATUS[0]}
   failed=$(grep -c '^\(FAILED\|ERROR\) ' "$logs/$suite.log")
   raced=$(grep -cE "^(FAILED|ERROR) .*($races)" "$logs/$suite.log")
   if [ "$code" -eq 1 ] && [ "$failed" -le 10 ] && [ "$raced" -eq 0 ]; then
     echo "== $failed failed; a second try by themselves" | tee -a "$logs/$suite.log"
-    ".venv/$suite/bin/python" -m pytest "tests/$suite" --hypothesis-profile=ci --last-failed --last-failed-no-failures none "$@" 2>&1 \
+    ".venv/$suite/bin/python" -m pytest "tests/$suite" --last-failed --last-failed-no-failures none "$@" 2>&1 \
       | tee -a "$logs/$suite.log"
     code=${PIPESTATUS[0]}
   fi

@@ -249,6 +249,12 @@ def test_an_approval_in_mlflow_does_not_overrule_a_failed_gate_and_says_so(revie
     assert registry.read("worse", CHAMPION) is None
 
 
+def test_of_two_candidates_announced_at_once_each_is_reviewed_in_a_run_of_its_own(reviews, started):
+    for version in (started["early"], started["worse"]):
+        run = reviews.airflow.api.run(REVIEW, reviews.automatic_review(version))
+        assert run["partition_key"] == f"{version.model}/{version.version}"
+
+
 def test_without_an_answer_in_time_the_candidate_is_rejected(reviews, started):
     version = started["late"]
     assert reviews.ended("late-better-1")["reject"] == "success"

@@ -60,7 +60,7 @@ def test_a_run_trains_its_stages_skips_the_rest_and_its_candidate_is_promoted(ai
 def test_what_travels_between_tasks_is_small(airflow, good):
     for dag_id, run in zip(("train_ppo", "review_candidate"), good, strict=True):
         sizes = {task: len(json.dumps(airflow.api.xcom(dag_id, run, task))) for task in airflow.api.tasks(dag_id, run)}
-        assert max(sizes.values()) < 4096 and sizes["evaluate" if "evaluate" in sizes else "stage_2.train"] > 100, sizes
+        assert 100 < max(sizes.values()) < 4096, sizes
 
 
 def test_a_stage_without_progress_ends_the_training_and_the_gate_rejects_with_a_reason(airflow, good):
