@@ -182,6 +182,9 @@ class Stack:
             "AIRFLOW_HOME": str(self.home / "airflow"), "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
             "AIRFLOW__CORE__PLUGINS_FOLDER": str(ROOT / "tasks" / "plugins"),
             "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": self._databases.airflow,
+            # A result that Airflow does not read to its end (a backfill's) keeps SQLite's view of that moment for as
+            # long as its connection lives: in a pool, others would read from the past and could not write for 30 min.
+            "AIRFLOW__DATABASE__SQL_ALCHEMY_POOL_ENABLED": str(not self._databases.airflow.startswith("sqlite")),
             "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
             "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_PASSWORDS_FILE": str(self.home / "password.json"),
             "AIRFLOW__CORE__FERNET_KEY": keys["fernet"], "AIRFLOW__API_AUTH__JWT_SECRET": keys["jwt"],

@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 
 import pytest
@@ -46,6 +47,40 @@ def test_only_one_stack_runs_in_a_home_and_secrets_are_private(tmp_path):
     before = (tmp_path / "password.json").read_text()
     second._prepare_home()
     assert (tmp_path / "password.json").read_text() == before
+
+
+FORGETFUL = """
+import contextlib
+import gc
+import sqlite3
+
+from airflow import settings
+from airflow.utils.session import create_session
+from sqlalchemy import text
+
+settings.initialize()
+with create_session() as session:
+    session.execute(text("CREATE TABLE told (number INTEGER)"))
+    session.execute(text("INSERT INTO told VALUES (1), (2)"))
+gc.disable()
+with create_session() as session:
+    unread = session.execute(text("SELECT number FROM told"))
+with contextlib.closing(sqlite3.connect(settings.engine.url.database)) as another, another:
+    another.execute("INSERT INTO told VALUES (3)")
+with create_session() as session:
+    print(session.scalars(text("SELECT count(*) FROM told")).one())
+    session.execute(text("INSERT INTO told VALUES (4)"))
+"""
+"""What a backfill of Airflow 3.3 that reprocesses does: it executes a query and never reads its rows."""
+
+
+def test_a_result_that_nobody_reads_does_not_keep_airflow_in_the_past(tmp_path):
+    made = stack.Stack(tmp_path)
+    made._prepare_home()
+    made._choose_ports()
+    done = subprocess.run([sys.executable, "-c", FORGETFUL], env=made.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3"]
 
 
 def test_a_stop_ends_engine_jobs_too(deployment):
