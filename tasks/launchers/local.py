@@ -100,6 +100,6 @@ def slots_for(stage: str, ranks: int) -> tuple[list[str], int, bool]:
     need = 0 if stage in WITHOUT_SLOT else (ranks if gpus else 1)
     if gpus and need > gpus:
         raise SpecError(f"layout: the job needs {need} GPUs but this machine has RATCHET_GPUS={gpus}")
-    folder = deployment.home() / "slots"
+    folder = deployment.home() / "slots" / socket.gethostname()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return [str(folder / f"{'gpu' if gpus else 'cpu'}-{i}.lock") for i in range(gpus or 1)], need, bool(gpus)

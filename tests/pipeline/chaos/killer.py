@@ -139,7 +139,9 @@ def still_held(home: Path) -> Iterator[Path]:
     """Slots that somebody still holds."""
     import fcntl
 
-    for path in (home / "slots").iterdir():
+    paths = list((home / "slots").rglob("*.lock"))
+    assert paths, "no job held one ever"
+    for path in paths:
         with open(path, "a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

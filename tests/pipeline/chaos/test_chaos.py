@@ -3,6 +3,8 @@
 Real scheduler, API server, MLflow, engine, and an object store for everything it keeps. `make chaos KILLS=200 SEED=1`.
 """
 
+import fcntl
+import socket
 import time
 from collections import Counter
 
@@ -54,6 +56,21 @@ def test_two_minutes_without_an_api_server_in_mid_training_change_nothing(stack,
     stack.wait(lambda: '"ready"' in log_of(stack, run_id))
     with away(stack, "api-server", seconds=120):
         pass
+    assert set(stack.finished(run_id, seconds=RUN_LIMIT_S).values()) == {"success", "skipped"}
+    assert {ti["try_number"] for ti in stack.api.tasks("train_ppo", run_id).values()} <= {0, 1}
+    check(stack, undisturbed, tmp_path / run_id, run_id)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1500)
+def test_a_run_that_finds_no_free_slot_for_minutes_waits_and_uses_up_no_try(stack, undisturbed, tmp_path):
+    wait_for_all(stack)
+    slot = stack.home / "slots" / socket.gethostname() / "cpu-0.lock"
+    slot.parent.mkdir(parents=True, exist_ok=True)
+    with open(slot, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        run_id = stack.api.trigger("train_ppo", {"preset": "real"}, "without-a-slot")
+        stack.wait(lambda: stack.api.tasks("train_ppo", run_id)[STAGES[0]]["state"] == "up_for_reschedule", 600)
     assert set(stack.finished(run_id, seconds=RUN_LIMIT_S).values()) == {"success", "skipped"}
     assert {ti["try_number"] for ti in stack.api.tasks("train_ppo", run_id).values()} <= {0, 1}
     check(stack, undisturbed, tmp_path / run_id, run_id)

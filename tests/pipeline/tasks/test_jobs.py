@@ -349,6 +349,14 @@ def test_gpus_are_leased_by_number_and_more_than_there_are_is_refused(deployment
         local.slots_for("train", 4)
 
 
+def test_hosts_that_share_a_home_lease_their_own_gpus(deployment, monkeypatch):
+    monkeypatch.setenv("RATCHET_GPUS", "8")
+    here = local.slots_for("train", 8)[0]
+    assert local.slots_for("train", 8)[0] == here
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert not set(local.slots_for("train", 8)[0]) & set(here)
+
+
 def test_leased_gpus_are_those_that_the_worker_may_see():
     assert visible_devices([0, 1], None) == visible_devices([0, 1], "") == "0,1"
     assert visible_devices([0, 2], "2,3, 5") == "2,5"
