@@ -1,6 +1,6 @@
 """How long a run stands still after a kill, what a stage costs beside its iterations, and what checkpoints cost.
 
-    .venv/pipeline/bin/python benchmarks/recovery.py [--preset default] [--iterations 4] [--repeats 3]
+    .venv/pipeline/bin/python benchmarks/recovery.py [--preset default] [--iterations 5] [--repeats 3]
 
 Three parts. The preset's model with its Adam state is saved and loaded as a checkpoint and by plain safetensors, as
 many bytes, both synced to disk. Under a local stack of its own (Airflow, MLflow) a stage of the preset runs
@@ -165,9 +165,9 @@ def measure_kills(place: Place, repeats: int) -> dict[str, tuple[float, float]]:
 def measure_stage(place: Place, preset: str, count: int) -> dict[str, float]:
     """One stage under Airflow: what is not an iteration, and what saving makes the training wait for."""
     run_id = "stage"
-    # The save before the last iteration runs beside that one, the last save beside the export.
+    # Three saves or more, since the first one also finds its memory; the last runs beside the export.
     begin = place.start(run_id, {"preset": preset, "stages": 1, "iterations": count, "override": json.dumps(
-        {"train": {"checkpoint_every": count - 1}})})
+        {"train": {"checkpoint_every": max(1, (count - 1) // 2)}})})
     job = place.job(run_id)
     wait(lambda: events(job, "ready"), "the engine")
     ready = time.monotonic() - begin
@@ -263,7 +263,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="default")
-    parser.add_argument("--iterations", type=int, default=4, help="of the stage, including the first")
+    parser.add_argument("--iterations", type=int, default=5, help="of the stage, including the first")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     import yaml

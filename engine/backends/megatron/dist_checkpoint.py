@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
 from engine.backends.megatron.index_file import check_index
 from engine.backends.megatron.model import CausalLM
 from engine.backends.megatron.optimizer import Optimizer
+from engine.backends.megatron.staging import Staging
 from engine.errors import StoreError
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -133,19 +134,21 @@ class ModelSnapshot:
         save_config(CheckpointingConfig(*FORMAT), str(self.directory))
 
 
-def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> ModelSnapshot:
+def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer, staging: Staging) -> ModelSnapshot:
     """Copy parameters, optimizer state and step count to CPU memory. Every rank calls it.
 
     Args:
         directory: empty, on a file system that all ranks share.
         network, optimizer: this rank's part.
+        staging: where to; the snapshot before this one must have been written.
     Raises:
         StoreError: the directory cannot be written.
     """
     group = optimizer.wrapped.dp_cp_group
     metadata = {**SHARDING, "dp_cp_group": group}
+    staging.restart()
     for part in optimizer.parts:
-        _repair(part)
+        _repair(part, staging)
     model_state = network.sharded_state_dict(metadata=metadata)
     state = {
         "model": model_state,
@@ -166,21 +169,22 @@ def snapshot_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> 
         raise StoreError(f"checkpoint {error.filename or directory}: {error.strerror or error}") from None
     buckets, plan.writer.write_buckets = plan.writer.write_buckets, []
     return ModelSnapshot(directory, plan, common.content, copied(
-        buckets, _storages(network, optimizer), shared=group.size() > 1))
+        buckets, _storages(network, optimizer), staging, shared=group.size() > 1))
 
 
-def copied(buckets: list[Any], live: set[int], *, shared: bool) -> list[Any]:
+def copied(buckets: list[Any], live: set[int], staging: Staging, *, shared: bool) -> list[Any]:
     """The buckets in CPU memory that nobody else writes to.
 
     What was gathered is a copy already; a tensor of the training itself would be written as it is by then.
 
     Args:
         live: addresses of the storages that the training goes on with.
+        staging: where copies go.
         shared: other ranks write parts of what was gathered: only this rank's part stays in its memory.
     """
     def own(tensor: torch.Tensor) -> torch.Tensor:
         is_live = tensor.untyped_storage().data_ptr() in live
-        return tensor.clone() if is_live or (shared and _is_part(tensor)) else tensor
+        return staging.copy(tensor) if is_live or (shared and _is_part(tensor)) else tensor
 
     return [(path, key, (texts, [(item, own(tensor)) for item, tensor in tensors]))
             for path, key, (texts, tensors) in _Writer.preload_tensors(buckets)]
@@ -211,7 +215,7 @@ def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None
     settings = [{name: value for name, value in group.items() if name != "params"}
                 for group in optimizer.megatron.param_groups]
     for part in optimizer.parts:
-        _repair(part)
+        _repair(part, Staging())
     model_state = network.sharded_state_dict(metadata=metadata)
     state = dist_checkpointing.load(
         {
@@ -232,7 +236,7 @@ def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None
             adam_state["step"] = adam_state["step"].clone()
 
 
-def _repair(part: DistributedOptimizer) -> None:
+def _repair(part: DistributedOptimizer, staging: Staging) -> None:
     """Replace two methods of one optimizer that are wrong in megatron-core 0.16.1."""
 
     def fill(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
@@ -244,27 +248,30 @@ def _repair(part: DistributedOptimizer) -> None:
                 target.copy_(tensors[name])
 
     def gather(**options: Any) -> dict[Any, Any]:
-        return _gathered(part, fill=not options["empty_data"])
+        return _gathered(part, None if options["empty_data"] else staging)
 
     part._set_main_param_and_optimizer_states = fill
     part.get_parameter_state_dp_zero = gather
 
 
 @torch.no_grad()
-def _gathered(part: DistributedOptimizer, fill: bool) -> dict[Any, Any]:
+def _gathered(part: DistributedOptimizer, staging: Staging | None) -> dict[Any, Any]:
     """Parameters and moments of all data-parallel ranks in CPU memory, each buffer as one flat tensor a state.
 
     Megatron's own copies everything five times, all of which the training waits for, and cuts the padding between
     buckets out but looks parameters up by their padded places: a buffer has several buckets when the embedding is tied
     and pp > 1, and then states of other parameters were read shifted.
 
-    Args: fill: copy the states; else only their shapes are wanted, for loading.
+    Args: staging: where one rank alone copies the states to; what several gather does not stay. None: only the shapes
+        are wanted, for loading.
     """
+    alone = part.data_parallel_group.size() == 1
+    empty = staging.empty if staging and alone else torch.empty
     state: dict[Any, Any] = {}
     for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         ((dtype, of_buckets),) = ranges.items()
-        whole = {name: torch.empty(buffer.numel, dtype=torch.float32) for name in STATES}
-        for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True) if fill else ():
+        whole = {name: empty(buffer.numel, dtype=torch.float32) for name in STATES}
+        for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True) if staging else ():
             tensors = [(part._get_main_param_and_optimizer_states(param), places["gbuf_local"])
                        for param, places in of_bucket["param_map"].items()]
             for name in STATES:

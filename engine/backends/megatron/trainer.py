@@ -18,6 +18,7 @@ from engine.backends.megatron.model import CausalLM, Head, build_model
 from engine.backends.megatron.optimizer import Optimizer
 from engine.backends.megatron.parallel import World
 from engine.backends.megatron.sequences import Microbatch, divide, microbatch
+from engine.backends.megatron.staging import Staging
 from engine.batch import response_mask
 from engine.errors import NumericsError
 from engine.layout import read_model_shape
@@ -154,6 +155,7 @@ class TrainedModel(Model):
         """Args: see `Model`; spec: optimizer; total_steps: optimizer steps of the run, for the schedule."""
         super().__init__(world, network, token_budget)
         self.optimizer = Optimizer(world, network, spec, total_steps)
+        self._staging = Staging()
 
     @property
     def scheduled(self) -> Any:
@@ -161,7 +163,7 @@ class TrainedModel(Model):
 
     def snapshot(self, directory: Path) -> ModelSnapshot:
         """Copy parameters, optimizer and step count, to be written into an empty directory. Every rank calls it."""
-        return snapshot_model(directory, self.network, self.optimizer)
+        return snapshot_model(directory, self.network, self.optimizer, self._staging)
 
     def load(self, directory: Path) -> None:
         """Read what a snapshot wrote, under any layout. Every rank calls it."""

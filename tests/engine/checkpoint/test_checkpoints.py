@@ -103,8 +103,11 @@ def first_half(model_dir, layout, directory):
     # The noise of a loss has to be the same on all ranks of a replica; other random states may differ.
     torch.manual_seed(run.world.dp_rank)
     random.seed(run.world.rank)
-    run.train(2)
+    run.train(1)
+    run.checkpoints.save(1, run.roles, {})
+    run.train(1)
     with held_back():
+        # Into the memory of the one before, which is on disk by now.
         run.checkpoints.save(2, run.roles, {"cursor": [1, 2], "kl": 0.1})
         saved = run.snapshot()
         reports = run.train(2)
@@ -534,12 +537,13 @@ def test_a_foreign_checkpoint_runs_no_code(name, model_dir, tmp_path):
 
 def test_what_the_training_goes_on_with_is_copied_and_what_was_gathered_is_not_copied_again():
     from engine.backends.megatron.dist_checkpoint import copied
+    from engine.backends.megatron.staging import Staging
 
     trained, gathered = torch.ones(4), torch.ones(4)
     buckets = [("file", "key", (["text"], [("a", trained[1:3]), ("b", gathered[:2])]))]
     live = {trained.untyped_storage().data_ptr()}
-    ((_, _, (texts, [(_, first), (_, second)])),) = copied(buckets, live, shared=False)
-    ((_, _, (_, [_, (_, part)])),) = copied(buckets, live, shared=True)
+    ((_, _, (texts, [(_, first), (_, second)])),) = copied(buckets, live, Staging(), shared=False)
+    ((_, _, (_, [_, (_, part)])),) = copied(buckets, live, Staging(), shared=True)
     trained += 1
     assert first.tolist() == [1, 1] and texts == ["text"]
     assert second.data_ptr() == gathered.data_ptr()
