@@ -159,6 +159,25 @@ def test_a_resume_in_new_processes_is_exact_too(model_dir, tmp_path):
         assert_equal(end, resumed_end)
 
 
+def memory_of_saves(model_dir, layout, directory):
+    """Addresses that the copies of each of three saves had."""
+    run = Run(model_dir, layout, directory)
+    kept = []
+    for step in (1, 2, 3):
+        run.train(1)
+        run.checkpoints.save(step, run.roles, {})
+        run.checkpoints.wait()
+        kept.append({tensor.data_ptr() for role in run.roles.values()
+                     for memory in role._staging._memory.values() for tensor in memory})
+    return kept
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {"dp": 2})], ids=str)
+def test_every_save_copies_to_the_memory_of_the_first(world_size, layout, model_dir, tmp_path):
+    for first, second, third in shared_ranks(world_size).run(memory_of_saves, model_dir, layout, str(tmp_path)):
+        assert first and first == second == third
+
+
 def weights_by_name(model_dir, layout, directory, save):
     """Train and save, or load; then this rank's part of the actor, its value head, and the next step."""
     from engine.layout import read_model_shape
