@@ -215,7 +215,7 @@ def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None
     settings = [{name: value for name, value in group.items() if name != "params"}
                 for group in optimizer.megatron.param_groups]
     for part in optimizer.parts:
-        _repair(part, Staging())
+        _repair(part, None)
     model_state = network.sharded_state_dict(metadata=metadata)
     state = dist_checkpointing.load(
         {
@@ -236,8 +236,8 @@ def load_model(directory: Path, network: CausalLM, optimizer: Optimizer) -> None
             adam_state["step"] = adam_state["step"].clone()
 
 
-def _repair(part: DistributedOptimizer, staging: Staging) -> None:
-    """Replace two methods of one optimizer that are wrong in megatron-core 0.16.1."""
+def _repair(part: DistributedOptimizer, staging: Staging | None) -> None:
+    """Replace two methods of one optimizer that are wrong in megatron-core 0.16.1; see `_gathered`."""
 
     def fill(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         # Megatron's own looks for a tensor `step`, which it keeps elsewhere when Adam is torch's.
@@ -248,7 +248,7 @@ def _repair(part: DistributedOptimizer, staging: Staging) -> None:
                 target.copy_(tensors[name])
 
     def gather(**options: Any) -> dict[Any, Any]:
-        return _gathered(part, None if options["empty_data"] else staging)
+        return _gathered(part, staging)
 
     part._set_main_param_and_optimizer_states = fill
     part.get_parameter_state_dp_zero = gather
